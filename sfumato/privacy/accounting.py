@@ -1,0 +1,297 @@
+"""Releases to epsilon, and a budget to noise. On Google's `dp_accounting`.
+
+A `Release` is one noised sum over a Poisson sample, repeated. Each bound below is valid by itself, so the
+least one is; all are recorded.
+
+- `exact`: Gaussian releases on all the data compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose
+  epsilon has a closed form (Balle and Wang 2018).
+- `rdp`: Renyi DP with the improved conversion.
+- `pld`: privacy loss distributions, rounded pessimistically on a grid fine enough for the composition.
+
+**One record's shift.** z is the noise's standard deviation over the bound on one record's norm. Under
+add-remove a record shifts the sum by at most one bound. Under replace-one by two; by sqrt(2) if rows are
+non-negative (then <a, b> >= 0, so |a - b|^2 <= |a|^2 + |b|^2) and the sample is all the data.
+
+**Replace-one with Poisson sampling.** The neighbouring outputs are P = (1-q) N(0) + q N(a) and
+Q = (1-q) N(0) + q N(b) with |a|, |b| <= 1. Claim: a = e, b = -e dominates, which is `dp_accounting`'s pair.
+Proof: for alpha >= 1 and any set S, P(S) - alpha Q(S) = (1-q)(1-alpha) N_0(S) + q N_a(S) - alpha q N_b(S). Let H
+be the half-space {<x, e> >= t} with N_0(H) = N_0(S). By Neyman-Pearson N_a(S) <= N_e(H) and N_b(S) >= N_-e(H),
+so S does no better on (a, b) than H on (e, -e). For alpha < 1 swap the roles. With sums kept by class, a and b
+may lie in different blocks: the proof does not care. (The sqrt(2) of non-negative rows fails here: a and b are
+still at distance 1 from 0.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import dp_accounting
+from dp_accounting import pld, rdp
+from scipy.optimize import brentq
+
+from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
+
+GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
+GRID_POINTS = 250_000  # at most, for the loss of one release
+SEARCH_TOLERANCE = 1e-4  # of calibrated noise, relative; always on the safe side
+
+
+@dataclass(frozen=True)
+class Release:
+    """`times` noised sums of bounded rows, each over a fresh Poisson sample.
+
+    A method states `weight`, its noise relative to its other releases; `calibrate` fills in
+    `noise_multiplier`. A method that fixes its noise states `noise_multiplier` itself.
+
+    Guarantee: this is all that epsilon depends on.
+    """
+
+    name: str
+    times: int = 1
+    sampling_prob: float = 1.0
+    noise_multiplier: float | None = None
+    weight: float = 1.0
+    nonnegative: bool = False
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise ValueError(f"release {self.name!r}: times must be at least 1, got {self.times}")
+        if not 0 < self.sampling_prob <= 1:
+            raise ValueError(f"release {self.name!r}: sampling_prob must lie in (0, 1], got {self.sampling_prob}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"release {self.name!r}: weight must be greater than 0, got {self.weight}")
+        z = self.noise_multiplier
+        if z is not None and not (math.isfinite(z) and z >= 0):
+            raise ValueError(f"release {self.name!r}: noise_multiplier must be finite and not negative, got {z}")
+
+    @property
+    def noise(self) -> float:
+        """The calibrated noise multiplier. Guarantee: an uncalibrated release cannot be drawn."""
+        if self.noise_multiplier is None:
+            raise ValueError(f"release {self.name!r} is not calibrated")
+        return self.noise_multiplier
+
+    def shift(self, adjacency: Adjacency) -> float:
+        """How far one record moves the sum, in units of the bound. Guarantee: module docstring."""
+        if adjacency == "add-remove":
+            return 1.0
+        return math.sqrt(2) if self.nonnegative and self.sampling_prob == 1 else 2.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Calibrated releases under a budget, before anything is spent."""
+
+    releases: tuple[Release, ...]
+    budget: Budget
+    bounds: dict[str, float | None]
+
+    @property
+    def epsilon(self) -> float:
+        return least(self.bounds)
+
+    def __getitem__(self, name: str) -> Release:
+        for release in self.releases:
+            if release.name == name:
+                return release
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        head = f"{'release':<16}{'times':>8}  {'sampling':>10}  {'noise multiplier':>17}"
+        rows = [f"{r.name:<16}{r.times:>8}  {r.sampling_prob:>10.4g}  {r.noise:>17.4f}" for r in self.releases]
+        b = self.budget
+        total = f"epsilon {self.epsilon:.4f} of {b.epsilon:g} at delta {b.delta:g}, {b.adjacency}"
+        return "\n".join([head, *rows, total])
+
+
+def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "add-remove") -> dict[str, float | None]:
+    """Every accountant's epsilon for these releases; None where one does not apply.
+
+    Guarantee: each number is an upper bound on epsilon at `delta` for the adaptive composition of the
+    releases, whose parameters do not depend on their outcomes.
+    """
+    found: dict[str, float | None] = {"exact": None, "rdp": None, "pld": None}
+    if not releases:
+        return {**found, "exact": 0.0}
+    if any(release.noise == 0 for release in releases):
+        return {**found, "exact": math.inf}
+    full, sampled = _merge(releases, adjacency)
+    with _quiet():
+        if not sampled:
+            found["exact"] = dp_accounting.get_epsilon_gaussian(full, delta)
+        if not sampled or adjacency == "add-remove":
+            found["rdp"] = _rdp(full, sampled, delta)
+        found["pld"] = _pld(full, sampled, delta, adjacency)
+    return found
+
+
+def least(found: dict[str, float | None]) -> float:
+    """The smallest of the valid bounds. Guarantee: a minimum of upper bounds is one."""
+    return min(value for value in found.values() if value is not None)
+
+
+def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
+    """The least noise, in the releases' proportions, that keeps their composition within the budget.
+
+    Guarantee: the plan returned was accounted afresh and its epsilon is at most the budget's.
+    """
+    names = Counter(release.name for release in releases)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"release names must differ; {twice[0]!r} occurs {names[twice[0]]} times")
+    if not budget.private:
+        return _planned(_scaled(releases, 0.0), budget)
+    fixed = [release for release in releases if release.noise_multiplier is not None]
+    if len(fixed) == len(releases):
+        return _planned(releases, budget)
+
+    def excess(log_scale: float) -> float:
+        """log(epsilon / budget), by the tightest bound that a search can afford: RDP is left out."""
+        scaled = _scaled(releases, math.exp(log_scale))
+        full, sampled = _merge(scaled, budget.adjacency)
+        with _quiet():
+            value = (
+                _pld(full, sampled, budget.delta, budget.adjacency)
+                if sampled
+                else dp_accounting.get_epsilon_gaussian(full, budget.delta)
+            )
+        return math.log(max(value, 1e-12) / budget.epsilon)
+
+    low, high = _bracket(excess, fixed)
+    log_scale = float(brentq(excess, low, high, xtol=SEARCH_TOLERANCE / 2))
+    while excess(log_scale) > 0:
+        log_scale += SEARCH_TOLERANCE / 4
+    return _planned(_scaled(releases, math.exp(log_scale)), budget)
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    sampling_prob: float = 1.0,
+    steps: int = 1,
+    delta: float = 1e-5,
+    adjacency: Adjacency = "add-remove",
+) -> float:
+    """Epsilon of `steps` Gaussian sums over Poisson samples. Guarantee: as `bounds`."""
+    budget = Budget(math.inf, delta, adjacency)
+    release = Release("sum", steps, sampling_prob, noise_multiplier)
+    return least(bounds([release], budget.delta, budget.adjacency))
+
+
+def noise_multiplier(
+    *,
+    epsilon: float,
+    sampling_prob: float = 1.0,
+    steps: int = 1,
+    delta: float = 1e-5,
+    adjacency: Adjacency = "add-remove",
+) -> float:
+    """The least noise multiplier with which `epsilon` holds. Guarantee: as `calibrate`."""
+    return calibrate([Release("sum", steps, sampling_prob)], Budget(epsilon, delta, adjacency)).releases[0].noise
+
+
+def _planned(releases: Sequence[Release], budget: Budget) -> Plan:
+    plan = Plan(tuple(releases), budget, bounds(releases, budget.delta, budget.adjacency))
+    if plan.epsilon > budget.epsilon:
+        raise BudgetExceeded(f"the planned releases need epsilon {plan.epsilon:.4g}, the budget is {budget.epsilon:g}")
+    return plan
+
+
+def _scaled(releases: Sequence[Release], scale: float) -> list[Release]:
+    return [
+        release if release.noise_multiplier is not None else replace(release, noise_multiplier=scale * release.weight)
+        for release in releases
+    ]
+
+
+def _bracket(excess: Any, fixed: Sequence[Release]) -> tuple[float, float]:
+    """log-scales on either side of the budget, by steps of a factor of two from 1."""
+    at = excess(0.0)
+    step = math.log(2) if at > 0 else -math.log(2)
+    here = 0.0
+    for _ in range(40):
+        there = here + step
+        if (excess(there) > 0) != (at > 0):
+            return (here, there) if here < there else (there, here)
+        here = there
+    if at > 0 and fixed:
+        raise BudgetExceeded(f"the fixed noise of {fixed[0].name!r} alone is more than the budget allows")
+    raise ValueError("no noise multiplier between 1e-12 and 1e12 meets this budget")
+
+
+def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
+    """(z of all full-data releases as one Gaussian of shift 1, or inf; the sampled ones as (q, z, times))."""
+    precision = 0.0
+    sampled: Counter[tuple[float, float]] = Counter()
+    for release in releases:
+        if release.sampling_prob == 1:
+            precision += release.times * (release.shift(adjacency) / release.noise) ** 2
+        else:
+            sampled[release.sampling_prob, release.noise] += release.times
+    return (1 / math.sqrt(precision) if precision else math.inf), [(q, z, n) for (q, z), n in sampled.items()]
+
+
+def _rdp(full: float, sampled: list[tuple[float, float, int]], delta: float) -> float:
+    accountant = rdp.RdpAccountant()
+    if math.isfinite(full):
+        accountant.compose(dp_accounting.GaussianDpEvent(full))
+    for q, z, times in sampled:
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), times)
+    return float(accountant.get_epsilon(delta))
+
+
+def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
+    """Epsilon by privacy loss distributions.
+
+    Guarantee: rounding is pessimistic at every grid, so the grid decides only how tight the bound is. Rounding
+    one loss to a grid of width h adds about h^2/6 to its variance; h keeps the sum of these below
+    `GRID_ERROR` of the composition's variance.
+    """
+    relation = dp_accounting.NeighboringRelation
+    replace_one = adjacency == "replace-one"
+    spread = 2.0 if replace_one else 1.0
+    variance = 1 / full**2
+    count, reach = int(math.isfinite(full)), 0.0
+    for q, z, times in sampled:
+        variance += times * spread**2 * min(q**2 * math.expm1(min(1 / z**2, 600.0)), 1 / z**2)
+        count += times
+        reach = max(reach, spread * math.log1p(q * math.expm1(min(10 / z + 0.5 / z**2, 600.0))))
+    interval = max(math.sqrt(6 * GRID_ERROR * variance / count), reach / GRID_POINTS)
+
+    total = pld.privacy_loss_distribution.identity(interval)
+    if math.isfinite(full):  # its shift is in `full` already
+        total = total.compose(
+            pld.privacy_loss_distribution.from_gaussian_mechanism(full, value_discretization_interval=interval)
+        )
+    for q, z, times in sampled:
+        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
+            z,
+            value_discretization_interval=interval,
+            sampling_prob=q,
+            neighboring_relation=relation.REPLACE_ONE if replace_one else relation.ADD_OR_REMOVE_ONE,
+        )
+        total = total.compose(one.self_compose(times))
+    return float(total.get_epsilon_for_delta(delta))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the library's remarks on orders that it leaves out away from users; they loosen no bound."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

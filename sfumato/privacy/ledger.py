@@ -1,0 +1,179 @@
+"""The ledger: what was spent, written and flushed to disk before any noise is drawn.
+
+JSON lines, append-only, each with the SHA-256 of itself and of its predecessor. A file beside it
+(`ledger.lock`) is held while a process may spend, and keeps the number of lines and the last hash, so that
+removing lines from the end is noticed as well as editing them. Against a forger who rewrites both files
+there is no defence without a secret; the certificate, once handed out, pins the ledger's last hash.
+
+Kinds of line: `open` (budget, plan, method, public facts), `charge` (a release, `times` of them reserved at
+once), `kept` (a noised result was stored, with its hash), `unprotected` (the guarantee is void, and why).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be trusted or used: edited, shortened, busy, or made for other settings."""
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of a value's canonical JSON. Guarantee: equal values, and only they, have equal digests."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Ledger:
+    """Append-only record of charges; in memory when `path` is None.
+
+    Guarantee: when `append` returns, the line is on the disk; nobody else can append while this object is
+    open; lines that were changed, reordered or removed by hand raise `LedgerError` on opening.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.entries: list[dict[str, Any]] = []
+        self._lock: int | None = None  # file descriptors: nothing is buffered between us and the disk
+        self._file: int | None = None
+        if self.path is not None:
+            self._acquire(self.path)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line; it commits to all lines before it."""
+        return str(self.entries[-1]["hash"]) if self.entries else ""
+
+    @property
+    def opening(self) -> dict[str, Any] | None:
+        """The first line: budget, plan, method, public facts."""
+        return self.entries[0] if self.entries else None
+
+    @property
+    def void(self) -> str | None:
+        """Why there is no guarantee, if raw images have ever left. Guarantee: once set, set for good."""
+        reasons = [entry["reason"] for entry in self.entries if entry["kind"] == "unprotected"]
+        return str(reasons[0]) if reasons else None
+
+    def charged(self, name: str) -> int:
+        """How many releases of that name were paid for, used or not."""
+        return sum(entry["times"] for entry in self.entries if entry["kind"] == "charge" and entry["name"] == name)
+
+    def kept(self, name: str) -> dict[str, Any] | None:
+        """The line that says that this release's noised result was stored."""
+        return next((e for e in self.entries if e["kind"] == "kept" and e["name"] == name), None)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+        """The lines of somebody's ledger. Guarantee: unedited; whether all are there, the certificate's hash tells."""
+        return _parse(Path(path), (0, ""))[0]
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Writes a line. Guarantee: returns only after the line and the head are flushed to disk."""
+        entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
+        entry["hash"] = digest(entry)
+        if self.path is not None:
+            if self._file is None:
+                raise LedgerError(f"{self.path} is closed; nothing more can be charged to it")
+            line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            if os.write(self._file, line) != len(line):
+                raise LedgerError(f"{self.path}: the disk is full; nothing was released")
+            os.fsync(self._file)
+            self._write_head(len(self.entries) + 1, entry["hash"])
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        """Lets go of the ledger. Guarantee: later charges through this object raise."""
+        for descriptor in (self._file, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- files --------------------------------------------------------------------------------------------
+
+    def _acquire(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _recorded_head(path)  # refuses before it creates anything
+        self._lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.entries, length = _parse(path, _recorded_head(path))
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # A line cut short by a crash was never flushed, so its noise was never drawn: take it away.
+            os.ftruncate(self._file, length)
+            self._write_head(len(self.entries), self.head)
+            _flush_folder(path.parent)
+        except BlockingIOError:
+            self.close()
+            raise LedgerError(f"{path} is in use by another process; wait for it or stop it") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _write_head(self, count: int, head: str) -> None:
+        assert self._lock is not None
+        # In place and always of one length, so that a crash leaves the old head or the new one.
+        os.pwrite(self._lock, f"{count:012d} {head:64}\n".encode(), 0)
+        os.fsync(self._lock)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _recorded_head(path: Path) -> tuple[int, str]:
+    """(lines, last hash) as of the last finished append. Guarantee: the ledger may have more, never fewer."""
+    lock_path = _lock_path(path)
+    fields = lock_path.read_text(encoding="utf-8").split() if lock_path.exists() else []
+    if fields and fields[0].isdigit() and len(fields) == 1 + (int(fields[0]) > 0):
+        return int(fields[0]), (fields[1:] or [""])[0]
+    if fields or (path.exists() and path.stat().st_size):
+        raise LedgerError(f"{lock_path} was edited or is missing: {path.name} may have lost lines; start a new run")
+    return 0, ""
+
+
+def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of the file and their length in bytes. Guarantee: raises at the first that is not as written."""
+    data = path.read_bytes() if path.exists() else b""
+    length = data.rfind(b"\n") + 1
+    entries: list[dict[str, Any]] = []
+    previous = ""
+    for number, line in enumerate(data[:length].splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            body = {key: value for key, value in entry.items() if key != "hash"}
+            intact = entry["hash"] == digest(body) and entry["previous"] == previous and entry["seq"] == len(entries)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            intact = False
+        if not intact:
+            raise LedgerError(f"{path}, line {number}: edited after it was written; start a new run")
+        entries.append(entry)
+        previous = entry["hash"]
+    count, head = recorded
+    if len(entries) < count or (count and entries[count - 1]["hash"] != head):
+        raise LedgerError(f"{path}: {count} lines were written and {len(entries)} are there; start a new run")
+    return entries, length
+
+
+def _flush_folder(folder: Path) -> None:
+    """So that the new file's name survives a power cut too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,350 @@
+"""The one door to private images.
+
+A method gets a `Vault` and asks it for noised sums. Each query goes the same way: is it in the plan and not
+used up → write the charge to the ledger and flush → clip each record's row → sum → noise → hand out. There is
+no way to ask for anything else, except `unprotected`, which voids the guarantee first.
+
+What a method may do with an answer is unlimited: it is post-processing.
+
+Queries: `counts`, `sum`. The third kind, `gradient` (per-example clipped gradients, `gradients.py`), belongs
+beside them and is the same query with another row: it calls `_charge`, then `_noised`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sfumato.privacy.accounting import Plan, Release, calibrate
+from sfumato.privacy.budget import Budget, BudgetExceeded
+from sfumato.privacy.ledger import Ledger, LedgerError, digest
+from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
+from sfumato.privacy.sampling import poisson_sample
+
+Feature = Callable[[torch.Tensor], torch.Tensor]
+
+CLIP_MARGIN = 1e-6  # covers the rounding of float32 rows, so that the stated bound is never passed
+GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
+PROBES = 6  # random public images on which a feature map must prove to be row-wise
+
+
+class Records(Protocol):
+    """Private images with labels: uint8 or float [N, C, H, W], int64 [N] or None, and the public class names."""
+
+    @property
+    def images(self) -> torch.Tensor: ...
+    @property
+    def labels(self) -> torch.Tensor | None: ...
+    @property
+    def classes(self) -> Sequence[str]: ...
+
+
+class Vault:
+    """Private records behind noised queries, under a plan and its budget.
+
+    `releases` is the plan: noise that it leaves open is calibrated to `budget` here, from public facts alone.
+    `facts` is written to the ledger's first line (method, parameters, public facts).
+    `keep` is a folder for noised results, so that a resumed run need not pay for them again.
+
+    Guarantee: everything that leaves, except through `unprotected`, is the Gaussian mechanism on a
+    Poisson sample with the noise and probability of its ledger line; the composition of all lines is within
+    `budget`, checked before an image is read. Image shape, class names and the number of classes are public.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        budget: Budget,
+        releases: Sequence[Release],
+        *,
+        ledger: Ledger | None = None,
+        facts: dict[str, Any] | None = None,
+        keep: Path | None = None,
+        device: str | torch.device = "cpu",
+        secure: bool = True,
+        batch_size: int = 1000,
+    ) -> None:
+        self.plan: Plan = calibrate(releases, budget)
+        self.classes = tuple(records.classes)
+        self.device = torch.device(device)
+        self.secure = secure
+        self.ledger = ledger if ledger is not None else Ledger()
+        self._images = records.images.detach()
+        self._labels = records.labels
+        self._keep = keep
+        self._batch_size = batch_size
+        self._reserved: dict[str, int] = {}
+        self._widths: dict[str, int] = {}
+        self._open(facts or {})
+
+    # -- queries ------------------------------------------------------------------------------------------
+
+    def counts(self, *, release: str = "counts") -> torch.Tensor:
+        """Noisy images per class, [classes], unrounded and possibly negative.
+
+        Guarantee: a sum of one-hot rows, norm 1; the Gaussian mechanism with the plan's noise.
+        """
+        one = torch.ones(1, device=self.device)
+        return self.sum(lambda images: one.expand(len(images), 1), release=release, bound=1.0, by_class=True)[:, 0]
+
+    def sum(
+        self,
+        feature: Feature,
+        *,
+        release: str,
+        bound: float,
+        by_class: bool = False,
+        noise_multiplier: float | None = None,
+        sampling_prob: float | None = None,
+    ) -> torch.Tensor:
+        """Noisy sum of `feature` rows, each clipped to `bound` in L2: [features], or [classes, features].
+
+        `feature` maps a batch (pixels in [-1, 1], or what `map` made of them) to one row per image. The sum
+        is over a fresh Poisson sample. Noise and sampling come from the plan; if given, they must agree with it.
+        Rows with a NaN or an infinity count as zero.
+
+        Guarantee: adding or removing one record moves the exact sum by at most `bound`, so noise of standard
+        deviation `noise_multiplier * bound` makes the charged event. With `by_class` a record touches its own
+        row only, so the whole matrix has that same bound, and replacing a record moves two rows by a bound each.
+        """
+        planned = self._planned(release, noise_multiplier, sampling_prob)
+        if not (math.isfinite(bound) and bound > 0):
+            raise ValueError(f"bound must be greater than 0, got {bound}")
+        if (kept := self._kept(planned)) is not None:
+            return kept
+        if release not in self._widths:
+            self._widths[release] = self._rowwise_width(feature)
+        secure = self._secure(planned)
+        self._charge(planned)
+        exact, unit, radius = self._exact_sum(feature, planned, bound, by_class, secure)
+        return self._keep_result(planned, self._noised(planned, exact, radius, secure) * unit)
+
+    def map(self, transform: Feature) -> Vault:
+        """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
+
+        Guarantee: nothing leaves; same ledger, same plan, same reservations.
+        """
+        self._rowwise_width(transform)
+        mapped = object.__new__(type(self))
+        mapped.__dict__.update(self.__dict__)
+        mapped._widths = {}
+        with torch.no_grad():
+            parts = [transform(self._probes())[:0].float().cpu()]
+            parts += [transform(self._batch(index)).float().cpu() for index in self._batches(torch.arange(self._size))]
+        mapped._images = torch.cat(parts)
+        return mapped
+
+    def remaining(self, release: str) -> int:
+        """How many releases of that name can still be had. Guarantee: depends on the ledger only."""
+        planned = self._planned(release, None, None)
+        return planned.times - self.ledger.charged(release) + self._reserved.get(release, 0)
+
+    def unprotected(self, reason: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The raw images and labels.
+
+        Guarantee: none, from here on and for good; that is on the disk before this returns.
+        """
+        if not reason:
+            raise ValueError("say why the raw images are needed; the certificate will show it")
+        self.ledger.append("unprotected", reason=reason)
+        return self._images, self._labels
+
+    # -- the steps of a query -----------------------------------------------------------------------------
+
+    def _charge(self, release: Release) -> None:
+        """Pays for one release; long runs pay for a hundredth at a time and use that up first.
+
+        Guarantee: returns only when the charge is on the disk; raises `BudgetExceeded` rather than pass the plan.
+        """
+        if not self._reserved.get(release.name):
+            left = release.times - self.ledger.charged(release.name)
+            if left <= 0:
+                raise BudgetExceeded(
+                    f"release {release.name!r} was charged all its {release.times} times: the budget is spent"
+                )
+            block = min(left, math.ceil(release.times / 100))
+            self.ledger.append(
+                "charge",
+                name=release.name,
+                times=block,
+                sampling_prob=release.sampling_prob,
+                noise_multiplier=release.noise,
+                nonnegative=release.nonnegative,
+                noise="secure" if self._secure(release) else "fast",
+            )
+            self._reserved[release.name] = block
+        self._reserved[release.name] -= 1
+
+    def _exact_sum(
+        self, feature: Feature, release: Release, bound: float, by_class: bool, secure: bool
+    ) -> tuple[torch.Tensor, float, float]:
+        """(sum of clipped rows in units, the unit, the bound in units).
+
+        Guarantee: one record changes the sum by at most `radius` units in L2. In the secure form rows are cut to
+        whole units towards zero, which cannot lengthen them; their norm is checked in whole numbers, and sums are
+        exact: float64 holds integers below 2^53, and a row's entries stay below 2^17 sqrt(features).
+        """
+        width = self._widths[release.name]
+        steps = math.ceil(GRID_STEPS * math.sqrt(width))
+        unit, radius = (bound / steps, float(steps + 1)) if secure else (1.0, bound)
+        groups = len(self.classes) if by_class else 1
+        total = torch.zeros(groups, width, dtype=torch.float64, device=self.device)
+        for index in self._batches(self._drawn(release)):
+            with torch.no_grad():
+                rows = feature(self._batch(index)).flatten(1)
+            if rows.shape != (len(index), width):
+                raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide after {width}")
+            rows = _clip(rows.double(), bound, release.nonnegative)
+            if secure:
+                rows = (rows / unit).trunc()
+                rows *= rows.square().sum(1, keepdim=True) <= radius**2
+            total += self._membership(index, groups).T @ rows
+        return (total if by_class else total[0]), unit, radius
+
+    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
+        scale = release.noise * radius
+        if secure:
+            return add_discrete_gaussian(exact.to(torch.int64), scale).double()
+        return add_gaussian(exact, scale)
+
+    def _secure(self, release: Release) -> bool:
+        """Exact discrete noise for releases made once; thousands of them take the fast form."""
+        return self.secure and release.times == 1
+
+    # -- kept results -------------------------------------------------------------------------------------
+
+    def _keep_result(self, release: Release, noised: torch.Tensor) -> torch.Tensor:
+        """Stores what is public by now. Guarantee: never the exact sum; a crash before this loses the result only."""
+        result = noised.float().contiguous()
+        if self._keep is not None and release.times == 1:
+            self._keep.mkdir(parents=True, exist_ok=True)
+            target = self._keep / f"{release.name}.safetensors"
+            partial = target.with_suffix(".partial")
+            save_file({"release": result.cpu()}, partial)
+            os.replace(partial, target)
+            self.ledger.append("kept", name=release.name, sha256=hashlib.sha256(target.read_bytes()).hexdigest())
+        return result
+
+    def _kept(self, release: Release) -> torch.Tensor | None:
+        """A noised result from before a restart. Guarantee: paid for once, and exactly what was stored."""
+        if self._keep is None or release.times != 1 or not self.ledger.charged(release.name):
+            return None
+        line = self.ledger.kept(release.name)
+        target = self._keep / f"{release.name}.safetensors"
+        if line is None or not target.exists():
+            raise BudgetExceeded(
+                f"release {release.name!r} was charged, then lost in a crash: its budget is spent. "
+                "Start a new run; the images have then been charged by both ledgers."
+            )
+        if hashlib.sha256(target.read_bytes()).hexdigest() != line["sha256"]:
+            raise LedgerError(f"{target} is not what was stored; start a new run")
+        return load_file(target)["release"].to(self.device)
+
+    # -- checks that cost nothing -------------------------------------------------------------------------
+
+    def _open(self, facts: dict[str, Any]) -> None:
+        """Writes the first line, or checks that a resumed ledger is for this very plan."""
+        budget = self.plan.budget
+        opening = {
+            "epsilon": budget.epsilon if budget.private else None,
+            "delta": budget.delta,
+            "adjacency": budget.adjacency,
+            "plan": [release.to_dict() for release in self.plan.releases],
+            **facts,
+        }
+        if self.ledger.opening is None:
+            self.ledger.append("open", **opening)
+            return
+        for field, value in opening.items():
+            if digest(self.ledger.opening.get(field)) != digest(value):
+                raise LedgerError(
+                    f"the ledger was opened with another {field}; resume with the same settings or start a new run"
+                )
+
+    def _planned(self, name: str, noise: float | None, sampling: float | None) -> Release:
+        try:
+            release = self.plan[name]
+        except KeyError:
+            names = ", ".join(r.name for r in self.plan.releases)
+            raise BudgetExceeded(f"release {name!r} is not in the plan ({names}); nothing was spent on it") from None
+        for asked, planned, what in (
+            (noise, release.noise, "noise_multiplier"),
+            (sampling, release.sampling_prob, "sampling_prob"),
+        ):
+            if asked is not None and asked != planned:
+                raise BudgetExceeded(f"release {name!r}: {what} {asked} was asked for, {planned} was planned")
+        return release
+
+    def _rowwise_width(self, feature: Feature) -> int:
+        """Features per image, once `feature` has shown on public noise that rows do not depend on each other.
+
+        Guarantee: no private record is read. Batch statistics, such as batch norm in training mode, fail here.
+        """
+        probes = self._probes()
+        with torch.no_grad():
+            whole = feature(probes)
+            parts = torch.cat([feature(probes[:1]), feature(probes[1:].flip(0)).flip(0)])
+        if whole.shape[0] != PROBES or whole.shape != parts.shape:
+            raise ValueError(f"a feature map must give one row per image, got {tuple(whole.shape)} for {PROBES} images")
+        if not torch.allclose(whole.double(), parts.double(), rtol=1e-3, atol=1e-4 * float(whole.abs().max())):
+            raise ValueError(
+                "this feature map mixes the images of a batch (batch norm in training mode?) or is random: "
+                "one image's influence could not be bounded. Use eval mode, draw randomness beforehand."
+            )
+        return whole[0].numel()
+
+    # -- private parts ------------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return len(self._images)
+
+    def _probes(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)  # public and fixed: these are not private images
+        return (torch.rand(PROBES, *self._images.shape[1:], generator=generator) * 2 - 1).to(self.device)
+
+    def _drawn(self, release: Release) -> torch.Tensor:
+        """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
+        return poisson_sample(self._size, release.sampling_prob)
+
+    def _batches(self, index: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(index, self._batch_size) if len(index) else ()
+
+    def _batch(self, index: torch.Tensor) -> torch.Tensor:
+        images = self._images[index].to(self.device)
+        return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
+
+    def _membership(self, index: torch.Tensor, groups: int) -> torch.Tensor:
+        """One-hot classes, [records, groups]; without labels or groups everything is in the one group."""
+        if groups == 1 or self._labels is None:
+            return torch.ones(len(index), 1, dtype=torch.float64, device=self.device)
+        return torch.nn.functional.one_hot(self._labels[index].to(self.device), groups).double()
+
+    def __repr__(self) -> str:
+        return f"Vault({len(self.classes)} classes, shape {tuple(self._images.shape[1:])})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a vault holds private images and cannot be copied or pickled")
+
+
+def _clip(rows: torch.Tensor, bound: float, nonnegative: bool) -> torch.Tensor:
+    """Rows of L2 norm at most `bound`; rows that are not finite become zero.
+
+    Guarantee: each output row depends on its input row alone, has norm at most `bound`, and no negative entry
+    if `nonnegative`.
+    """
+    rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, torch.zeros_like(rows))
+    if nonnegative:
+        rows = rows.clamp_min(0)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    # An overflowing norm is infinite and sends its row to zero; a zero row stays.
+    scale: torch.Tensor = bound * (1 - CLIP_MARGIN) / norms.clamp_min(bound)
+    return rows * scale

@@ -1,0 +1,181 @@
+"""The ledger: flushed before it returns, whole after a crash, closed to a second process, wise to edits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sfumato.privacy import ledger as module
+from sfumato.privacy.ledger import Ledger, LedgerError
+
+
+def written(path: Path) -> Path:
+    with Ledger(path) as ledger:
+        ledger.append("open", delta=1e-5)
+        ledger.append("charge", name="a", times=2)
+        ledger.append("charge", name="a", times=3)
+        ledger.append("kept", name="a", sha256="0")
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path / "ledger.jsonl")
+
+
+def test_it_remembers(path: Path) -> None:
+    with Ledger(path) as ledger:
+        assert ledger.charged("a") == 5
+        assert ledger.charged("b") == 0
+        assert ledger.kept("a") is not None
+        assert ledger.void is None
+        ledger.append("unprotected", reason="as published")
+        ledger.append("unprotected", reason="another")
+    with Ledger(path) as ledger:
+        assert ledger.void == "as published"
+
+
+def test_in_memory_is_the_same_without_a_file() -> None:
+    ledger = Ledger()
+    ledger.append("charge", name="a", times=2)
+    assert ledger.charged("a") == 2
+
+
+def test_each_line_is_flushed_before_append_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(
+        module.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
+    with Ledger(path) as ledger:
+        synced.clear()
+        ledger.append("charge", name="b", times=1)
+        assert synced == [str(path), str(path.with_suffix(".lock"))]
+        assert json.loads(path.read_text().splitlines()[-1])["name"] == "b"
+
+
+def test_a_failed_flush_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Ledger(path) as ledger:
+        monkeypatch.setattr(module.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            ledger.append("charge", name="b", times=1)
+
+
+@pytest.mark.parametrize("line", [0, 1, 3])
+def test_an_edited_line_is_named(path: Path, line: int) -> None:
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[line])
+    entry["times"] = 1
+    lines[line] = json.dumps(entry)
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(LedgerError, match=f"line {line + 1}: edited"):
+        Ledger(path)
+    with pytest.raises(LedgerError, match=f"line {line + 1}: edited"):
+        Ledger.read(path)
+
+
+def test_resealing_one_line_breaks_the_chain(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[1])
+    del entry["hash"]
+    entry["times"] = 1
+    entry["hash"] = module.digest(entry)
+    lines[1] = json.dumps(entry)
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(LedgerError, match="line 3: edited"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("change", ["swap", "drop-middle", "drop-last", "drop-all", "garbage", "cut-last"])
+def test_other_tampering_is_noticed(path: Path, change: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    new = {
+        "swap": [lines[0], lines[2], lines[1], lines[3]],
+        "drop-middle": [lines[0], lines[2], lines[3]],
+        "drop-last": lines[:-1],
+        "drop-all": [],
+        "garbage": [*lines[:3], "not json\n"],
+        "cut-last": [*lines[:3], lines[3][:20]],
+    }[change]
+    path.write_text("".join(new))
+    with pytest.raises(LedgerError, match="start a new run"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("content", [None, "", "000000000002 abc\n", "x"])
+def test_a_missing_or_edited_head_is_noticed(path: Path, content: str | None) -> None:
+    lock = path.with_suffix(".lock")
+    lock.unlink() if content is None else lock.write_text(content)
+    with pytest.raises(LedgerError, match="start a new run"):
+        Ledger(path)
+
+
+def test_a_line_torn_by_a_crash_is_taken_away(path: Path) -> None:
+    """A torn line was never flushed, so nothing was drawn for it; every whole line stays charged."""
+    with path.open("a") as file:
+        file.write('{"seq": 4, "kind": "charge", "name": "b", "ti')
+    with Ledger(path) as ledger:
+        assert ledger.charged("a") == 5
+        assert ledger.charged("b") == 0
+        ledger.append("charge", name="b", times=1)
+    with Ledger(path) as ledger:
+        assert ledger.charged("b") == 1
+
+
+def test_a_line_whose_head_was_not_written_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash between the two flushes: the charge stands."""
+    with Ledger(path) as ledger:
+
+        def crash(count: int, head: str) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ledger, "_write_head", crash)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.append("charge", name="b", times=7)
+    with Ledger(path) as ledger:
+        assert ledger.charged("b") == 7
+
+
+def test_two_processes_cannot_spend_from_one_ledger(path: Path) -> None:
+    script = "import sys; from sfumato.privacy.ledger import Ledger; Ledger(sys.argv[1])"
+    with Ledger(path):
+        with pytest.raises(LedgerError, match="in use by another process"):
+            Ledger(path)
+        other = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+        assert other.returncode != 0
+        assert "in use by another process" in other.stderr
+        assert Ledger.read(path)  # looking is allowed
+    assert subprocess.run([sys.executable, "-c", script, str(path)]).returncode == 0
+
+
+def test_a_closed_ledger_takes_no_charge(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.close()
+    with pytest.raises(LedgerError, match="closed"):
+        ledger.append("charge", name="a", times=1)
+
+
+def test_killed_at_any_instant_it_is_never_under_charged(tmp_path: Path) -> None:
+    """A process appends, says so, and is killed without warning; every charge that it spoke of is there."""
+    path = tmp_path / "ledger.jsonl"
+    script = (
+        "import sys\nfrom sfumato.privacy.ledger import Ledger\nledger = Ledger(sys.argv[1])\n"
+        "while True:\n    ledger.append('charge', name='a', times=1)\n    print(ledger.charged('a'), flush=True)\n"
+    )
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        spoken = [int(process.stdout.readline()) for _ in range(5)]
+        process.kill()
+        spoken += [int(line) for line in process.stdout.read().splitlines() if line.strip()]
+        process.wait()
+        process.stdout.close()
+        with Ledger(path) as ledger:
+            assert ledger.charged("a") >= max(spoken)

@@ -1,0 +1,407 @@
+"""The vault: clips, charges before it looks, noises, hands out nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.data import ImageSet
+from sfumato.methods.check import check_unit_variance
+from sfumato.privacy import Budget, BudgetExceeded, Certificate, Ledger, LedgerError, Release, Vault
+from sfumato.privacy import vault as module
+
+
+@dataclass
+class Floats:
+    """Records that are not uint8, so that NaN can occur."""
+
+    images: torch.Tensor
+    labels: torch.Tensor | None
+    classes: tuple[str, ...] = ("a", "b", "c")
+
+
+def records(count: int = 40, seed: int = 0) -> Floats:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 1, 4, 4, generator=generator) * 5
+    return Floats(images, torch.arange(count) % 2)
+
+
+def pixels(images: torch.Tensor) -> torch.Tensor:
+    return images.flatten(1)
+
+
+def silent(release: Release) -> Release:
+    """No noise, so that exact sums can be looked at; such a vault promises nothing."""
+    return Release(release.name, release.times, release.sampling_prob, 0.0, nonnegative=release.nonnegative)
+
+
+def exact(data: Any, feature: Any = pixels, *, secure: bool = False, **options: Any) -> torch.Tensor:
+    release = Release("x", noise_multiplier=0.0, nonnegative=options.pop("nonnegative", False))
+    vault = Vault(data, Budget(math.inf), [release], secure=secure, batch_size=7)
+    return vault.sum(feature, release="x", bound=1.0, **options)
+
+
+# -- what is summed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_sums_are_sums_of_clipped_rows(secure: bool) -> None:
+    data = records()
+    rows = data.images.flatten(1).double()
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1)
+    assert torch.allclose(exact(data, secure=secure).double(), rows.sum(0), atol=1e-3)
+    by_class = exact(data, secure=secure, by_class=True).double()
+    assert by_class.shape == (3, 16)
+    for label in range(3):
+        assert torch.allclose(by_class[label], rows[data.labels == label].sum(0), atol=1e-3)
+
+
+def test_uint8_images_arrive_as_pixels_between_minus_one_and_one(few_digits: ImageSet) -> None:
+    seen = []
+
+    def feature(images: torch.Tensor) -> torch.Tensor:
+        seen.append((images.min().item(), images.max().item(), images.dtype))
+        return images.flatten(1)
+
+    exact(few_digits, feature)
+    assert min(low for low, _, _ in seen) == -1
+    assert max(high for _, high, _ in seen) == 1
+    assert {kind for _, _, kind in seen} == {torch.float32}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_count_as_zero(bad: float, secure: bool) -> None:
+    data = records()
+    more = Floats(torch.cat([data.images, torch.full((1, 1, 4, 4), bad)]), torch.cat([data.labels, torch.tensor([1])]))
+    assert torch.equal(exact(data, secure=secure, by_class=True), exact(more, secure=secure, by_class=True))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_nonnegative_is_enforced(secure: bool) -> None:
+    assert (exact(records(), nonnegative=True, secure=secure) >= 0).all()
+    assert (exact(records(), secure=secure) < 0).any()
+
+
+def test_counts_are_counts() -> None:
+    release = Release("counts", noise_multiplier=0.0, nonnegative=True)
+    assert Vault(records(41), Budget(math.inf), [release]).counts() == pytest.approx([21, 20, 0], abs=1e-2)
+    unlabelled = Floats(records().images, None, ("all",))
+    assert Vault(unlabelled, Budget(math.inf), [release]).counts() == pytest.approx([40], abs=1e-2)
+
+
+def test_map_is_a_vault_over_transformed_records() -> None:
+    data = records()
+    vault = Vault(data, Budget(1), [Release("x")])
+    mapped = vault.map(lambda images: images.flatten(1)[:, :3] * 2)
+    assert mapped.ledger is vault.ledger
+    mapped.sum(pixels, release="x", bound=1.0)
+    with pytest.raises(BudgetExceeded):  # one ledger for both
+        vault.sum(pixels, release="x", bound=1.0)
+    silent_vault = Vault(data, Budget(math.inf), [Release("x", noise_multiplier=0.0)])
+    direct = exact(data, lambda images: images.flatten(1)[:, :3] * 2)
+    through = silent_vault.map(lambda images: images.flatten(1)[:, :3] * 2).sum(pixels, release="x", bound=1.0)
+    assert torch.allclose(direct, through, atol=1e-3)
+
+
+# -- neighbours: record and replay at the vault ---------------------------------------------------------
+
+
+def neighbours() -> list[tuple[str, Floats, Floats, str]]:
+    data = records()
+    image = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(9)) * 100
+
+    def with_one(base: Floats, extra: torch.Tensor, label: int) -> Floats:
+        assert base.labels is not None
+        return Floats(torch.cat([base.images, extra]), torch.cat([base.labels, torch.tensor([label])]))
+
+    assert data.labels is not None
+    less = Floats(data.images[:-1], data.labels[:-1])
+    nothing = Floats(data.images[:0], data.labels[:0])
+    return [
+        ("add", data, with_one(data, image, 1), "add-remove"),
+        ("remove", data, less, "add-remove"),
+        ("add to an empty class", data, with_one(data, image, 2), "add-remove"),
+        ("a NaN image", data, with_one(data, torch.full((1, 1, 4, 4), math.nan), 0), "add-remove"),
+        ("one against none", with_one(nothing, image, 0), nothing, "add-remove"),
+        ("replace", data, with_one(less, image, 1), "replace-one"),
+        ("replace by the opposite", with_one(less, image, 1), with_one(less, -image, 1), "replace-one"),
+        ("replace and change class", data, with_one(less, image, 2), "replace-one"),
+    ]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize("nonnegative", [False, True])
+@pytest.mark.parametrize("case", neighbours(), ids=lambda case: case[0])
+def test_one_record_moves_a_sum_by_at_most_what_is_declared(
+    case: Any, nonnegative: bool, by_class: bool, secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, one, other, adjacency = case
+    seen: list[tuple[torch.Tensor, float]] = []
+
+    def record(self: Vault, release: Release, total: torch.Tensor, radius: float, form: bool) -> torch.Tensor:
+        seen.append((total.clone(), radius))
+        return torch.zeros_like(total)
+
+    monkeypatch.setattr(Vault, "_noised", record)
+    release = Release("x", nonnegative=nonnegative)
+    for data in (one, other):
+        vault = Vault(data, Budget(1, adjacency=adjacency), [release], secure=secure, batch_size=7)
+        vault.sum(pixels, release="x", bound=0.7, by_class=by_class)
+    (a, radius), (b, same) = seen
+    assert radius == same
+    assert float((a - b).norm()) <= radius * release.shift(adjacency)
+
+
+def test_an_empty_poisson_sample_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "poisson_sample", lambda records, probability: torch.arange(0))
+    vault = Vault(records(), Budget(1), [Release("x", 300, 0.01)])
+    answer = vault.sum(pixels, release="x", bound=1.0, by_class=True)
+    assert answer.shape == (3, 16)
+    noise = torch.cat([vault.sum(pixels, release="x", bound=1.0) for _ in range(100)])
+    check_unit_variance(noise.double() / vault.plan["x"].noise)
+
+
+def test_sampled_sums_use_a_fresh_poisson_sample_each_time() -> None:
+    """Sums of ones are sample sizes: their variance tells Poisson from shuffling."""
+    vault = Vault(records(500), Budget(math.inf), [Release("x", 300, 0.2, 0.0)])
+    sizes = torch.tensor(
+        [float(vault.sum(lambda i: torch.ones(len(i), 1), release="x", bound=1.0)) for _ in range(300)]
+    )
+    check_unit_variance((sizes.double() - 100) / math.sqrt(80))
+
+
+# -- noise ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_is_what_the_plan_says(secure: bool) -> None:
+    data = Floats(torch.zeros(3, 1, 20, 20), torch.zeros(3, dtype=torch.int64))
+    vault = Vault(data, Budget(1), [Release("x"), Release("y", weight=3)], secure=secure)
+    for name in ("x", "y"):
+        answer = vault.sum(pixels, release=name, bound=0.5, by_class=True)
+        check_unit_variance(answer.double() / (0.5 * vault.plan[name].noise))
+
+
+def test_nothing_that_leaves_carries_a_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(16))
+    data = records()
+    data.images.requires_grad_(True)
+    vault = Vault(data, Budget(1), [Release("x"), Release("counts"), Release("y", 5, 0.5)])
+    for answer in (
+        vault.sum(lambda images: images.flatten(1) * weight, release="x", bound=1.0),
+        vault.counts(),
+        vault.sum(lambda images: images.flatten(1) * weight, release="y", bound=1.0),
+    ):
+        assert not answer.requires_grad
+        assert answer.grad_fn is None
+
+
+# -- charges ----------------------------------------------------------------------------------------------
+
+
+class Untouchable:
+    """Images that tell when they are read."""
+
+    classes = ("a", "b")
+
+    def __init__(self) -> None:
+        self.labels = torch.zeros(5, dtype=torch.int64)
+        self.touched = False
+        outer = self
+
+        class Guard(torch.Tensor):
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                outer.touched = True
+                return super().__getitem__(index)
+
+        self.images = torch.zeros(5, 1, 4, 4).as_subclass(Guard)
+
+
+def test_budget_overrun_raises_before_a_pixel_is_read() -> None:
+    data = Untouchable()
+    with pytest.raises(BudgetExceeded, match="need epsilon"):
+        Vault(data, Budget(1), [Release("x", noise_multiplier=1.0)])
+    vault = Vault(data, Budget(1), [Release("x", 2)])
+    for _ in range(2):
+        vault.sum(pixels, release="x", bound=1.0)
+    assert data.touched
+    data.touched = False
+    for attempt in (
+        lambda: vault.sum(pixels, release="x", bound=1.0),
+        lambda: vault.sum(pixels, release="z", bound=1.0),
+        lambda: vault.sum(pixels, release="x", bound=1.0, noise_multiplier=0.1),
+        lambda: vault.sum(pixels, release="x", bound=1.0, sampling_prob=0.5),
+    ):
+        with pytest.raises(BudgetExceeded):
+            attempt()
+    assert not data.touched
+
+
+def test_the_charge_is_on_disk_before_a_record_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    state = []
+
+    def feature(images: torch.Tensor) -> torch.Tensor:
+        state.append('"charge"' in path.read_text())
+        return images.flatten(1)
+
+    with Ledger(path) as ledger:
+        Vault(records(), Budget(1), [Release("x")], ledger=ledger).sum(feature, release="x", bound=1.0)
+    assert state[:3] == [False] * 3  # public probes come first
+    assert len(state) > 3
+    assert all(state[3:])
+
+
+def test_a_failing_ledger_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Untouchable()
+    vault = Vault(data, Budget(1), [Release("x")])
+
+    def full(kind: str, **fields: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(vault.ledger, "append", full)
+    with pytest.raises(OSError, match="disk full"):
+        vault.sum(pixels, release="x", bound=1.0)
+    assert not data.touched
+
+
+def test_long_runs_reserve_blocks_and_forfeit_at_most_one(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        vault = Vault(records(), Budget(1), [Release("x", 1000, 0.1)], ledger=ledger)
+        for _ in range(25):
+            vault.sum(pixels, release="x", bound=1.0)
+        assert vault.remaining("x") == 975
+        assert len(ledger.entries) == 1 + 3
+    with Ledger(path) as ledger:
+        vault = Vault(records(), Budget(1), [Release("x", 1000, 0.1)], ledger=ledger)
+        assert ledger.charged("x") == 30
+        assert vault.remaining("x") == 970
+        for _ in range(970):
+            vault.sum(pixels, release="x", bound=1.0)
+        with pytest.raises(BudgetExceeded):
+            vault.sum(pixels, release="x", bound=1.0)
+        assert Certificate.from_ledger(ledger).events[0]["times"] == 1000
+
+
+def test_resuming_pays_once_and_keeps_the_noise(tmp_path: Path) -> None:
+    path, keep = tmp_path / "ledger.jsonl", tmp_path / "releases"
+    answers = []
+    for _ in range(2):
+        with Ledger(path) as ledger:
+            vault = Vault(records(), Budget(1), [Release("x")], ledger=ledger, keep=keep)
+            answers.append(vault.sum(pixels, release="x", bound=1.0))
+            assert ledger.charged("x") == 1
+    assert torch.equal(*answers)
+    (keep / "x.safetensors").write_bytes(b"edited")
+    with Ledger(path) as ledger, pytest.raises(LedgerError, match="not what was stored"):
+        Vault(records(), Budget(1), [Release("x")], ledger=ledger, keep=keep).sum(pixels, release="x", bound=1.0)
+
+
+def test_a_result_lost_in_a_crash_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keep = tmp_path / "ledger.jsonl", tmp_path / "releases"
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Ledger(path) as ledger, monkeypatch.context() as patch:
+        vault = Vault(records(), Budget(1), [Release("x")], ledger=ledger, keep=keep)
+        patch.setattr(vault, "_noised", crash)
+        with pytest.raises(KeyboardInterrupt):
+            vault.sum(pixels, release="x", bound=1.0)
+    with Ledger(path) as ledger:
+        vault = Vault(records(), Budget(1), [Release("x")], ledger=ledger, keep=keep)
+        with pytest.raises(BudgetExceeded, match="lost in a crash"):
+            vault.sum(pixels, release="x", bound=1.0)
+        assert Certificate.from_ledger(ledger).epsilon == pytest.approx(1, rel=1e-3)
+
+
+def test_a_ledger_serves_one_plan_only(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        Vault(records(), Budget(1), [Release("x")], ledger=ledger)
+    for budget, release, field in (
+        (Budget(2), Release("x"), "epsilon"),
+        (Budget(1, 1e-6), Release("x"), "delta"),
+        (Budget(1), Release("x", 2), "plan"),
+    ):
+        with Ledger(path) as ledger, pytest.raises(LedgerError, match=f"another {field}"):
+            Vault(records(), budget, [release], ledger=ledger)
+
+
+def test_unprotected_voids_the_guarantee_for_good(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        vault = Vault(records(), Budget(1), [Release("x")], ledger=ledger)
+        with pytest.raises(ValueError, match="say why"):
+            vault.unprotected("")
+        images, labels = vault.unprotected("as published")
+        assert "as published" in path.read_text()
+        assert images.shape == (40, 1, 4, 4)
+        assert labels is not None
+    with Ledger(path) as ledger:
+        Vault(records(), Budget(1), [Release("x")], ledger=ledger).sum(pixels, release="x", bound=1.0)
+        certificate = Certificate.from_ledger(ledger)
+    assert certificate.guarantee == "none"
+    assert certificate.epsilon is None
+    assert certificate.void == "as published"
+
+
+# -- row-wise ---------------------------------------------------------------------------------------------
+
+
+def mixing() -> dict[str, Any]:
+    norm = torch.nn.BatchNorm2d(1)
+    return {
+        "batch norm in training mode": lambda images: norm(images).flatten(1),
+        "centring by the batch": lambda images: (images - images.mean(0)).flatten(1),
+        "scaling by the batch size": lambda images: images.flatten(1) / len(images),
+        "the neighbour's row": lambda images: images.roll(1, 0).flatten(1),
+        "fresh randomness": lambda images: images.flatten(1) + torch.randn_like(images.flatten(1)),
+        "one row for all": lambda images: images.flatten(1).sum(0, keepdim=True),
+    }
+
+
+@pytest.mark.parametrize("name", mixing())
+def test_features_that_mix_records_are_refused_before_any_is_read(name: str) -> None:
+    data = Untouchable()
+    vault = Vault(data, Budget(1), [Release("x")])
+    with pytest.raises(ValueError, match=r"mixes the images|one row per image|more than 1 value"):
+        vault.sum(mixing()[name], release="x", bound=1.0)
+    assert not data.touched
+    assert vault.ledger.charged("x") == 0
+
+
+def test_batch_norm_in_eval_mode_is_fine() -> None:
+    norm = torch.nn.BatchNorm2d(1).eval()
+    exact(records(), lambda images: norm(images).flatten(1))
+
+
+def test_a_feature_may_not_change_its_width() -> None:
+    vault = Vault(records(), Budget(1), [Release("x", 5)])
+    vault.sum(pixels, release="x", bound=1.0)
+    with pytest.raises(ValueError, match="3 wide after 16"):
+        vault.sum(lambda images: images.flatten(1)[:, :3], release="x", bound=1.0)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf])
+def test_bad_bounds_are_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="bound"):
+        Vault(records(), Budget(1), [Release("x")]).sum(pixels, release="x", bound=bound)
+
+
+def test_a_vault_does_not_travel() -> None:
+    vault = Vault(records(), Budget(1), [Release("x")])
+    for leave in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="private images"):
+            leave(vault)
+    assert "40" not in repr(vault)
