@@ -69,7 +69,7 @@ class Vault:
         keep: Path | None = None,
         device: str | torch.device = "cpu",
         secure: bool = True,
-        batch_size: int = 1000,
+        batch_size: int = 500,
     ) -> None:
         self.plan: Plan = calibrate(releases, budget)
         self.classes = tuple(records.classes)
@@ -201,10 +201,10 @@ class Vault:
                 rows = feature(self._batch(index)).flatten(1)
             if rows.shape != (len(index), width):
                 raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide after {width}")
-            rows = _clip(rows.double(), bound, release.nonnegative)
+            rows = _clip(rows, bound, unit, release.nonnegative)
             if secure:
-                rows = (rows / unit).trunc()
-                rows *= rows.square().sum(1, keepdim=True) <= radius**2
+                long = torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > radius
+                rows.masked_fill_(long, 0)  # none is: rows are within `steps` but for rounding, far below one
             total += self._membership(index, groups).T @ rows
         return (total if by_class else total[0]), unit, radius
 
@@ -335,16 +335,15 @@ class Vault:
         raise TypeError("a vault holds private images and cannot be copied or pickled")
 
 
-def _clip(rows: torch.Tensor, bound: float, nonnegative: bool) -> torch.Tensor:
-    """Rows of L2 norm at most `bound`; rows that are not finite become zero.
+def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> torch.Tensor:
+    """A copy of the rows in float64 and in units of `unit`; rows that are not finite become zero.
 
-    Guarantee: each output row depends on its input row alone, has norm at most `bound`, and no negative entry
-    if `nonnegative`.
+    Guarantee: each output row depends on its input row alone, has L2 norm at most `bound / unit`, and no negative
+    entry if `nonnegative`.
     """
-    rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, torch.zeros_like(rows))
-    if nonnegative:
-        rows = rows.clamp_min(0)
+    rows = rows.to(torch.float64, copy=True)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    # An overflowing norm is infinite and sends its row to zero; a zero row stays.
-    scale: torch.Tensor = bound * (1 - CLIP_MARGIN) / norms.clamp_min(bound)
-    return rows * scale
+    rows.masked_fill_(~norms.isfinite(), 0)  # a NaN or an infinity anywhere makes the norm one
+    if nonnegative:
+        norms = torch.linalg.vector_norm(rows.clamp_min_(0), dim=1, keepdim=True)
+    return rows.mul_(bound * (1 - CLIP_MARGIN) / unit / norms.nan_to_num(nan=bound, posinf=bound).clamp_min(bound))

@@ -81,7 +81,9 @@ def test_uint8_images_arrive_as_pixels_between_minus_one_and_one(few_digits: Ima
 def test_rows_that_are_not_finite_count_as_zero(bad: float, secure: bool) -> None:
     data = records()
     more = Floats(torch.cat([data.images, torch.full((1, 1, 4, 4), bad)]), torch.cat([data.labels, torch.tensor([1])]))
-    assert torch.equal(exact(data, secure=secure, by_class=True), exact(more, secure=secure, by_class=True))
+    for options in ({}, {"nonnegative": True}):
+        before, after = (exact(d, secure=secure, by_class=True, **options) for d in (data, more))
+        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -384,6 +386,14 @@ def test_features_that_mix_records_are_refused_before_any_is_read(name: str) -> 
 def test_batch_norm_in_eval_mode_is_fine() -> None:
     norm = torch.nn.BatchNorm2d(1).eval()
     exact(records(), lambda images: norm(images).flatten(1))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_features_own_tensors_are_left_alone(secure: bool) -> None:
+    """Rows may be a view of something that the feature keeps."""
+    kept = torch.full((100, 16), 5.0, dtype=torch.float64)
+    exact(records(), lambda images: kept[: len(images)], secure=secure)
+    assert (kept == 5).all()
 
 
 def test_a_feature_may_not_change_its_width() -> None:

@@ -1,0 +1,38 @@
+"""Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check."""
+
+from sfumato.data import DataError, ImageSet, load_images, save_images
+from sfumato.methods.registry import create, list_methods, load
+from sfumato.privacy import (
+    Budget,
+    BudgetExceeded,
+    Certificate,
+    Ledger,
+    LedgerError,
+    Release,
+    Vault,
+    epsilon,
+    noise_multiplier,
+    verify,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "BudgetExceeded",
+    "Certificate",
+    "DataError",
+    "ImageSet",
+    "Ledger",
+    "LedgerError",
+    "Release",
+    "Vault",
+    "create",
+    "epsilon",
+    "list_methods",
+    "load",
+    "load_images",
+    "noise_multiplier",
+    "save_images",
+    "verify",
+]

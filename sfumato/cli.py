@@ -1,0 +1,382 @@
+"""The command line: parse, call the public API, print."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import sfumato as sf
+from sfumato.data import DataError, DataWarning, find_named, get_named, named_sets
+from sfumato.demo import run_demo
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.registry import DEFAULT
+from sfumato.privacy.accounting import Plan, Release, bounds, least
+from sfumato.privacy.budget import Adjacency, Budget
+from sfumato.progress import bar
+from sfumato.synth import Synthesis, check_output, synthesize
+
+app = typer.Typer(
+    help="Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check.",
+    epilog="Start with: [bold]sfumato demo[/bold]. Then: sfumato synth FOLDER --epsilon 1 --out DIR",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Data = Annotated[
+    str, typer.Argument(help="Folder, .npz, .parquet, .tar, IDX or CIFAR files, or a name (sfumato data list).")
+]
+Method = Annotated[str, typer.Option("--method", "-m", help="See: sfumato methods.")]
+Epsilon = Annotated[
+    float, typer.Option("--epsilon", "-e", help="Privacy budget; smaller is more private. inf: no noise.")
+]
+Delta = Annotated[float, typer.Option(help="Probability that the guarantee may fail; far below 1 / number of images.")]
+Relation = Annotated[str, typer.Option("--adjacency", help="add-remove or replace-one.")]
+Size = Annotated[int | None, typer.Option(help="Crop to a square and resize to this many pixels.")]
+Mode = Annotated[str | None, typer.Option(help="grey or rgb; left out: as the images are.")]
+Split = Annotated[str, typer.Option(help="train or test, for sources that have both.")]
+Unlabelled = Annotated[bool, typer.Option("--unlabelled", help="Ignore classes: one collection.")]
+OnError = Annotated[str, typer.Option(help="raise, or skip broken files and say so.")]
+Params = Annotated[list[str] | None, typer.Option("--set", help="A parameter of the method, name=value; repeatable.")]
+Seed = Annotated[int, typer.Option(help="Initial weights and sampling; never the privacy noise.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the same folder.")]
+Count = Annotated[int, typer.Option("--number", "-n", min=1, help="Number of synthetic images.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """What there is."""
+    infos = sf.list_methods()
+    if as_json:
+        return _print_json([vars(info) for info in infos])
+    table = Table("key", "what it does", "guarantee", "paper")
+    for info in infos:
+        table.add_row(info.key, info.summary, info.guarantee, info.paper)
+    out.print(table)
+
+
+@app.command(epilog="Example: sfumato plan scans/ --size 32 --epsilon 1")
+def plan(
+    data: Data,
+    method: Method = DEFAULT,
+    epsilon: Epsilon = 1.0,
+    delta: Delta = 1e-5,
+    adjacency: Relation = "add-remove",
+    params: Params = None,
+    size: Size = None,
+    mode: Mode = None,
+    split: Split = "train",
+    unlabelled: Unlabelled = False,
+    on_error: OnError = "raise",
+    as_json: Json = False,
+) -> None:
+    """What would be released, at which noise; spends nothing."""
+    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency)
+    images = _load(data, size, mode, split, unlabelled, on_error)
+    planned = model.plan(model.public_facts(images))
+    _print_json(_plan_dict(planned)) if as_json else _print_plan(planned)
+
+
+@app.command(epilog="Example: sfumato fit scans/ --size 32 --epsilon 1 --out runs/a --set steps=500")
+def fit(
+    data: Data,
+    target: Annotated[Path, typer.Option("--out", "-o", help="Folder for model, ledger and certificate.")],
+    method: Method = DEFAULT,
+    epsilon: Epsilon = 1.0,
+    delta: Delta = 1e-5,
+    adjacency: Relation = "add-remove",
+    params: Params = None,
+    size: Size = None,
+    mode: Mode = None,
+    split: Split = "train",
+    unlabelled: Unlabelled = False,
+    on_error: OnError = "raise",
+    seed: Seed = 0,
+    device: Device = "auto",
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Learn from private images and leave a model that can be sampled for ever."""
+    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency, seed=seed, device=device)
+    check_output(target, resume)
+    images = _load(data, size, mode, split, unlabelled, on_error)
+    with _resumable():
+        model.fit(images, run_dir=target, resume=resume)
+    certificate = model.certificate_
+    if as_json:
+        return _print_json({"run": str(target), "epsilon": certificate.epsilon, "guarantee": certificate.guarantee})
+    out.print(f"{_promise(certificate)}\nmodel and certificate are in {escape(str(target))}")
+
+
+@app.command(
+    epilog="Examples: sfumato sample runs/a -n 1000 --out synthetic/ ; sfumato sample runs/a -n 60000 --out s.npz"
+)
+def sample(
+    run: Annotated[Path, typer.Argument(help="A folder that fit or synth made.")],
+    target: Annotated[Path, typer.Option("--out", "-o", help="Folder, FILE.npz or FILE.parquet.")],
+    number: Count = 1000,
+    label: Annotated[str | None, typer.Option(help="Only this class.")] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw synthetic images from a model; costs no privacy."""
+    images = sf.load(run, device=device).sample(number, labels=label, seed=seed)
+    written = sf.save_images(images, target, overwrite=overwrite)
+    _print_json({"out": str(written), "images": len(images)}) if as_json else out.print(
+        f"{len(images)} images in {escape(str(written))}"
+    )
+
+
+@app.command(epilog="Example: sfumato synth scans/ --size 32 --epsilon 1 --out shared/ --test held-out/")
+def synth(
+    data: Data,
+    target: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    method: Method = DEFAULT,
+    epsilon: Epsilon = 1.0,
+    delta: Delta = 1e-5,
+    adjacency: Relation = "add-remove",
+    number: Count = 10_000,
+    test: Annotated[
+        str | None, typer.Option(help="Real images, declared public by this, to measure utility on.")
+    ] = None,
+    params: Params = None,
+    size: Size = None,
+    mode: Mode = None,
+    split: Split = "train",
+    unlabelled: Unlabelled = False,
+    on_error: OnError = "raise",
+    seed: Seed = 0,
+    device: Device = "auto",
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """The main job: fit, sample, certificate, picture, metrics."""
+    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency, seed=seed, device=device)
+    check_output(target, resume)
+    images = _load(data, size, mode, split, unlabelled, on_error)
+    shape = images.shape
+    held_out = None
+    if test is not None:
+        held_out = _load(
+            test, shape[1] if shape[1] == shape[2] else size, _mode_of(shape), "test", unlabelled, on_error
+        )
+    with _resumable():
+        result = synthesize(model, images, target, number=number, test=held_out, resume=resume)
+    _print_json(result.to_dict()) if as_json else _print_synthesis(result)
+
+
+@app.command(epilog="Examples: sfumato account -s 1.1 -q 0.01 -t 10000 ; sfumato account -e 1 -q 0.01 -t 10000")
+def account(
+    noise: Annotated[
+        float | None, typer.Option("--noise-multiplier", "-s", help="Noise over the bound of one image.")
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Solve for the noise instead.")] = None,
+    sampling: Annotated[
+        float, typer.Option("--sampling-prob", "-q", help="Probability of an image to be in a step.")
+    ] = 1.0,
+    steps: Annotated[int, typer.Option("--steps", "-t")] = 1,
+    delta: Delta = 1e-5,
+    adjacency: Relation = "add-remove",
+    as_json: Json = False,
+) -> None:
+    """The privacy calculator: Gaussian sums over Poisson samples."""
+    if (noise is None) == (epsilon is None):
+        raise typer.BadParameter("give --noise-multiplier, or --epsilon to solve for it; one of the two")
+    relation = cast(Adjacency, adjacency)
+    Budget(math.inf if epsilon is None else epsilon, delta, relation)
+    if noise is None:
+        assert epsilon is not None
+        noise = sf.noise_multiplier(
+            epsilon=epsilon, sampling_prob=sampling, steps=steps, delta=delta, adjacency=relation
+        )
+    found = bounds([Release("sum", steps, sampling, noise)], delta, relation)
+    if as_json:
+        return _print_json({"noise_multiplier": noise, "epsilon": least(found), "bounds": found, "delta": delta})
+    out.print(f"noise multiplier [bold]{noise:.5g}[/bold]: epsilon [bold]{least(found):.5g}[/bold] at delta {delta:g}")
+    out.print("  " + ", ".join(f"{name} {value:.5g}" for name, value in found.items() if value is not None))
+
+
+@app.command(epilog="Example: sfumato verify shared/certificate.json")
+def verify(
+    certificate: Annotated[Path, typer.Argument(help="certificate.json, with the released files beside it.")],
+    as_json: Json = False,
+) -> None:
+    """Recompute epsilon from the events and check every hash; exit status 1 if anything is off."""
+    result = sf.verify(certificate / "certificate.json" if certificate.is_dir() else certificate)
+    if as_json:
+        _print_json(
+            {"ok": result.ok, "problems": result.problems, "epsilon": result.epsilon, "checked": result.checked}
+        )
+    elif result.ok:
+        word = f"epsilon {result.epsilon:.4f}" if result.epsilon is not None else "guarantee: none"
+        out.print(f"[green]holds[/green]: {word}; checked {', '.join(result.checked)}")
+    else:
+        out.print("[red]does not hold[/red]:\n" + "\n".join(f"  {escape(problem)}" for problem in result.problems))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+data_app = typer.Typer(help="Named data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("list")
+def data_list(as_json: Json = False) -> None:
+    """The names, and which are here."""
+    found = {info.name: find_named(info.name) for info in named_sets()}
+    if as_json:
+        return _print_json(
+            [
+                {"name": i.name, "what": i.description, "found": found[i.name] and str(found[i.name])}
+                for i in named_sets()
+            ]
+        )
+    table = Table("name", "what", "licence", "here")
+    for info in named_sets():
+        where = found[info.name]
+        table.add_row(info.name, info.description, info.licence, escape(str(where)) if where else "no")
+    out.print(table)
+
+
+@data_app.command("get", epilog="Example: sfumato data get fashion-mnist")
+def data_get(
+    name: str, target: Annotated[Path | None, typer.Option("--out", "-o")] = None, as_json: Json = False
+) -> None:
+    """Fetch a named set into the cache."""
+    path = get_named(name, target)
+    _print_json({"path": str(path)}) if as_json else out.print(escape(str(path)))
+
+
+@app.command()
+def demo(
+    target: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")] = Path("demo"),
+    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Left out: one that suits the data.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Real images, a few minutes on two cores: a picture, a certificate, an accuracy."""
+    result = run_demo(target, epsilon)
+    _print_json(result.to_dict()) if as_json else _print_synthesis(result)
+
+
+def _create(method: str, params: list[str] | None, **fixed: Any) -> Synthesizer:
+    return sf.create(method, **fixed, **dict(_assignment(text) for text in params or []))
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"--set takes name=value, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _load(source: str, size: int | None, mode: str | None, split: str, unlabelled: bool, on_error: str) -> sf.ImageSet:
+    with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        images = sf.load_images(
+            source,
+            size=size,
+            mode=cast(Literal["grey", "rgb"] | None, mode),
+            split=cast(Literal["train", "test"], split),
+            labels=not unlabelled,
+            on_error=cast(Literal["raise", "skip"], on_error),
+            progress=advance,
+        )
+    for warning in caught:
+        err.print(f"[yellow]warning[/yellow]: {escape(str(warning.message))}")
+    return images
+
+
+def _mode_of(shape: tuple[int, int, int]) -> str:
+    return "grey" if shape[0] == 1 else "rgb"
+
+
+def _promise(certificate: sf.Certificate) -> str:
+    if certificate.epsilon is None:
+        return f"[red]guarantee: none[/red] ({escape(str(certificate.void))})"
+    return (
+        f"[green]differential privacy[/green]: epsilon {certificate.epsilon:.4f}, delta {certificate.delta:g}, "
+        f"{certificate.adjacency}"
+    )
+
+
+def _plan_dict(planned: Plan) -> dict[str, Any]:
+    releases = [release.to_dict() for release in planned.releases]
+    return {"releases": releases, "bounds": planned.bounds, "epsilon": planned.epsilon, "delta": planned.budget.delta}
+
+
+def _print_plan(planned: Plan) -> None:
+    table = Table("release", "times", "sampling", "noise multiplier", title="to be released; nothing is spent yet")
+    for release in planned.releases:
+        table.add_row(release.name, str(release.times), f"{release.sampling_prob:g}", f"{release.noise:.4f}")
+    out.print(table)
+    budget = planned.budget
+    out.print(f"epsilon {planned.epsilon:.4f} of {budget.epsilon:g} at delta {budget.delta:g}, {budget.adjacency}")
+
+
+def _print_synthesis(result: Synthesis) -> None:
+    folder = escape(str(result.folder))
+    out.print(_promise(result.certificate))
+    if result.accuracy is not None:
+        out.print(f"a small CNN trained on the synthetic images: {result.accuracy} on the test images")
+    out.print(f"look at  {folder}/samples.png\nimages   {folder}/images/ and images.npz ({result.number})")
+    out.print(f"check    sfumato verify {folder}/certificate.json")
+
+
+def _print_json(content: Any) -> None:
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(finite(content), indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise DataError("interrupted; what was charged stays in the ledger, and --resume goes on from there") from None
+
+
+def _fail(error: Exception, status: int) -> None:
+    """Bad input ends in one or two lines and a status, not in a traceback (SFUMATO_DEBUG=1 shows it)."""
+    if os.environ.get("SFUMATO_DEBUG"):
+        raise error
+    err.print(f"[red]error[/red]: {escape(str(error))}", soft_wrap=True)
+    sys.exit(status)
+
+
+def main() -> None:
+    """The entry point of the `sfumato` command."""
+    try:
+        app()
+    except (DataError, sf.BudgetExceeded, sf.LedgerError, OSError) as error:
+        _fail(error, 1)
+    except ValueError as error:
+        _fail(error, 2)

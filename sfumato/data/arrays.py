@@ -1,0 +1,122 @@
+"""Array files: `.npz` in its usual spellings, and IDX (the MNIST family, plain or gzipped)."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import UNLABELLED, DataError, reason
+from .imageset import ImageSet
+
+Array = np.ndarray[Any, Any]
+
+# What a damaged archive makes zipfile and numpy raise.
+DAMAGED_ZIP = (
+    *(OSError, EOFError, ValueError, LookupError, RuntimeError, MemoryError, SyntaxError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
+IDX_IMAGES = re.compile(r"(?P<stem>.*?)images(?P<join>[-.])idx3-ubyte(?P<gzip>\.gz)?$")
+# MNIST calls its test files "t10k"; relatives such as EMNIST call them "test".
+IDX_SPLITS = {"train": ("train-",), "test": ("t10k-", "test-")}
+
+
+def read_npz(path: Path, *, labels: bool, split: str) -> ImageSet:
+    """Read `images`/`labels` or `x`/`y`, also with the name of a split (`train_images`, `x_test`)."""
+    spellings = (
+        (f"{split}_images", f"{split}_labels"),
+        (f"x_{split}", f"y_{split}"),
+        ("images", "labels"),
+        ("x", "y"),
+    )
+    try:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} holds a single array, not an .npz archive of named arrays")
+            with archive:
+                return _from_archive(path, archive, spellings, labels)
+    except DataError as error:
+        raise error if str(path) in str(error) else DataError(f"{path}: {error}") from error
+    except DAMAGED_ZIP as error:
+        if "allow_pickle" in str(error):
+            what = "holds Python objects (pickle), which could run code when read; save plain arrays"
+            raise DataError(f"{path} {what}") from error
+        raise DataError(f"{path} is not a readable .npz file: {reason(error)}") from error
+
+
+def _from_archive(
+    path: Path, archive: np.lib.npyio.NpzFile, spellings: Sequence[tuple[str, str]], labels: bool
+) -> ImageSet:
+    names = next((pair for pair in spellings if pair[0] in archive), None)
+    if names is None:
+        wanted = ", ".join(pair[0] for pair in spellings)
+        present = ", ".join(archive.files) or "nothing"
+        raise DataError(f"{path} has none of the arrays {wanted}; it has {present}")
+    if not labels:
+        return ImageSet.from_arrays(archive[names[0]])
+    if names[1] not in archive:
+        raise DataError(f"{path} has {names[0]!r} but no {names[1]!r}; {UNLABELLED}")
+    classes = [str(name) for name in archive["classes"]] if "classes" in archive else None
+    return ImageSet.from_arrays(archive[names[0]], archive[names[1]], classes)
+
+
+def find_idx(folder: Path, split: str) -> Path | None:
+    """The IDX file of a split's images in a folder; None if the folder holds no IDX images at all."""
+    present = [file for file in sorted(folder.iterdir()) if IDX_IMAGES.match(file.name)]
+    if not present:
+        return None
+    chosen = [file for file in present if _stem(file).endswith(IDX_SPLITS[split])]
+    if not chosen:
+        raise DataError(f"{folder} has no IDX images for split {split!r}, only {present[0].name}")
+    if len({_stem(file) for file in chosen}) > 1:
+        names = ", ".join(file.name for file in chosen)
+        raise DataError(f"{folder} has several IDX files for split {split!r} ({names}); give the path of one")
+    return chosen[0]
+
+
+def read_idx(path: Path, *, labels: bool) -> ImageSet:
+    """Read one IDX file of images and the labels file beside it."""
+    images = _read_idx_file(path, dimensions=3)
+    if not labels:
+        return ImageSet.from_arrays(images[:, None])
+    match = IDX_IMAGES.match(path.name)
+    if match is None:
+        raise DataError(f"{path} is not named like IDX images, …images-idx3-ubyte; {UNLABELLED}")
+    name = f"{match['stem']}labels{match['join']}idx1-ubyte"
+    beside = [path.with_name(name + suffix) for suffix in (match["gzip"] or "", "", ".gz")]
+    found = next((file for file in beside if file.is_file()), None)
+    if found is None:
+        raise DataError(f"{path} has no labels beside it ({beside[0].name}); {UNLABELLED}")
+    return ImageSet.from_arrays(images[:, None], _read_idx_file(found, dimensions=1))
+
+
+def _stem(path: Path) -> str:
+    match = IDX_IMAGES.match(path.name)
+    return "" if match is None else match["stem"]
+
+
+def _read_idx_file(path: Path, dimensions: int) -> Array:
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as file:
+                raw = file.read()
+        else:
+            raw = path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+    header = 4 + 4 * dimensions
+    # Bytes 0 and 1 are zero, byte 2 is the type (8: unsigned byte), byte 3 the number of dimensions.
+    if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
+        raise DataError(f"{path} is not an IDX file of unsigned bytes with {dimensions} dimension(s)")
+    shape = tuple(np.frombuffer(raw, ">u4", count=dimensions, offset=4).astype(int))
+    if len(raw) - header != int(np.prod(shape, dtype=object)):
+        raise DataError(f"{path} is damaged: its header does not agree with its {len(raw)} bytes")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)

@@ -1,0 +1,181 @@
+"""Containers of encoded images: Parquet in the Hugging Face layout, and WebDataset tar shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from .decode import SUFFIXES, Item, Listing
+from .errors import UNLABELLED, DataError, first_few, reason
+from .labels import encode_labels
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels")
+ROWS_AT_ONCE = 256
+# The order of preference where a sample has several: a class index says more than a caption.
+LABEL_SUFFIXES = (".cls", ".json", ".txt")
+
+
+def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
+    """List the images of Parquet shards; names of classes come from the schema's metadata."""
+    pyarrow = import_pyarrow()
+    rows, values, names, columns = 0, [], [], []
+    for path in paths:
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                schema = file.schema_arrow
+                columns.append(_column(path, schema, IMAGE_COLUMNS))
+                rows += file.metadata.num_rows
+                if labels:
+                    column = _column(path, schema, LABEL_COLUMNS)
+                    values += file.read([column]).column(column).to_pylist()
+                    names.append(_class_names(path, schema, column))
+        except DataError:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{path} is not a readable Parquet file: {reason(error)}") from error
+    items = _parquet_items(pyarrow, list(zip(paths, columns, strict=True)))
+    if not labels:
+        return Listing(items, rows)
+    if None in values:
+        raise DataError(f"row {values.index(None)} of {_all(paths)} has no label; {UNLABELLED}")
+    if any(other != names[0] for other in names):
+        raise DataError(f"the shards {_all(paths)} disagree on the names of the classes")
+    return Listing(items, rows, *encode_labels(values, names[0]))
+
+
+def import_pyarrow() -> ModuleType:
+    """pyarrow, which only those need who read or write Parquet."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError("Parquet files need pyarrow: pip install 'sfumato[parquet]'") from error
+    module: ModuleType = pyarrow
+    return module
+
+
+def _column(path: Path, schema: Any, wanted: tuple[str, ...]) -> str:
+    found = next((name for name in wanted if name in schema.names), None)
+    if found is None:
+        hint = f"; {UNLABELLED}" if wanted == LABEL_COLUMNS else ""
+        raise DataError(f"{path} has no column {wanted[0]!r}, only {', '.join(schema.names)}{hint}")
+    return found
+
+
+def _class_names(path: Path, schema: Any, column: str) -> tuple[str, ...] | None:
+    """Names from the `huggingface` metadata (ClassLabel), or from a comma-separated `classes` entry."""
+    metadata = schema.metadata or {}
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        names = features.get(column, {}).get("names")
+        if names is None and b"classes" in metadata:
+            names = metadata[b"classes"].decode().split(",")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} has unreadable schema metadata: {reason(error)}") from error
+    return None if names is None else tuple(str(name) for name in names)
+
+
+def _parquet_items(pyarrow: ModuleType, shards: Sequence[tuple[Path, str]]) -> Iterator[Item]:
+    for path, column in shards:
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                number = count()
+                for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+                    for cell in batch.column(0).to_pylist():
+                        yield _bytes_item(cell, f"{path.name} row {next(number)}")
+        except DataError:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{path} is damaged: {reason(error)}") from error
+
+
+def _bytes_item(cell: Any, name: str) -> Item:
+    content = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(content, bytes):
+        raise DataError(f"{name} holds no image bytes; embed the images in the file, not only their paths")
+    return Item(name, partial(io.BytesIO, content))
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Where an image lies within a tar file; opened only when it is decoded."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def open(self) -> BinaryIO:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return io.BytesIO(file.read(self.size))
+
+
+def list_webdataset(paths: Sequence[Path], *, labels: bool) -> Listing:
+    """List the samples of WebDataset shards: members that share a name up to its first dot."""
+    items: list[Item] = []
+    values: list[int | str] = []
+    for path in paths:
+        for key, sample in _samples(path).items():
+            image = next((member for suffix, member in sample.items() if suffix in SUFFIXES), None)
+            if image is None:
+                raise DataError(f"{path}: sample {key!r} has no image among {first_few(sorted(sample))}")
+            name = f"{path.name}:{image.name}"
+            items.append(Item(name, _Slice(path, image.offset_data, image.size).open))
+            if labels:
+                values.append(_tar_label(path, key, sample))
+    if not items:
+        raise DataError(f"{_all(paths)} holds no images")
+    if not labels:
+        return Listing(items, len(items))
+    if len({type(value) for value in values}) > 1:
+        raise DataError(f"{_all(paths)} mixes numbers and names as labels; use one of them throughout")
+    return Listing(items, len(items), *encode_labels(values))
+
+
+def _samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
+    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name)
+                if not member.isfile() or name.name.startswith("."):
+                    continue
+                stem, _, suffix = name.name.partition(".")
+                sample = samples.setdefault((name.parent / stem).as_posix(), {})
+                if f".{suffix.lower()}" in sample:
+                    raise DataError(f"{path} holds {member.name} twice")
+                sample[f".{suffix.lower()}"] = member
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{path} is not a readable (uncompressed) tar file: {reason(error)}") from error
+    return samples
+
+
+def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int | str:
+    suffix = next((suffix for suffix in LABEL_SUFFIXES if suffix in sample), None)
+    if suffix is None:
+        raise DataError(f"{path}: sample {key!r} has no label (.cls, .json or .txt); {UNLABELLED}")
+    member = sample[suffix]
+    try:
+        text = _Slice(path, member.offset_data, member.size).open().read().decode().strip()
+        value = json.loads(text)["label"] if suffix == ".json" else text
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: the label in {member.name} cannot be read: {reason(error)}") from error
+    if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise DataError(f"{path}: the label in {member.name} is neither a whole number nor a name")
+    return value
+
+
+def _all(paths: Sequence[Path]) -> str:
+    return first_few([str(path) for path in paths], limit=1)

@@ -1,0 +1,172 @@
+"""The one form that images take inside the package: uint8 pixels, whole-number labels, class names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import DataError
+from .labels import encode_labels
+
+
+@dataclass(frozen=True)
+class PublicFacts:
+    """What may be known of an image set without a privacy charge; `sizes` of classes only if declared public."""
+
+    shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    labelled: bool
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images uint8 [N, C, H, W], C being 1 (grey) or 3 (RGB); labels int64 [N], or None if unlabelled."""
+
+    images: torch.Tensor
+    labels: torch.Tensor | None = None
+    classes: Sequence[str] = ("all",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(self.classes))
+        _check_images(self.images)
+        _check_classes(self.classes)
+        if self.labels is None:
+            if self.classes != ("all",):
+                raise DataError("classes were given without labels; an unlabelled set has one class, 'all'")
+        else:
+            _check_labels(self.labels, len(self.images), len(self.classes))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __repr__(self) -> str:
+        # Neither the number of images nor a pixel: a repr ends up in logs, and both are private.
+        return f"ImageSet(shape={self.shape}, classes={len(self.classes)}, labelled={self.labelled})"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    @property
+    def labelled(self) -> bool:
+        return self.labels is not None
+
+    def public(self, declare_size: bool = False) -> PublicFacts:
+        """The public facts; numbers of images are private unless the caller declares them public."""
+        sizes = None
+        if declare_size:
+            labels = torch.zeros(len(self), dtype=torch.int64) if self.labels is None else self.labels
+            sizes = tuple(torch.bincount(labels, minlength=len(self.classes)).tolist())
+        return PublicFacts(self.shape, tuple(self.classes), self.labelled, sizes)
+
+    def subset(self, indices: torch.Tensor | np.ndarray[Any, Any] | Sequence[int]) -> ImageSet:
+        """The images at `indices` (or where a boolean mask is true), in that order, with the same classes."""
+        chosen = torch.as_tensor(indices)
+        if chosen.numel() == 0:
+            raise DataError("the subset holds no images")
+        chosen = chosen if chosen.dtype == torch.bool else chosen.long()
+        labels = None if self.labels is None else self.labels[chosen]
+        return ImageSet(self.images[chosen], labels, self.classes)
+
+    @classmethod
+    def from_arrays(cls, images: Any, labels: Any = None, classes: Sequence[str] | None = None) -> ImageSet:
+        """Make a set from numpy or torch arrays.
+
+        Images are uint8, or float within [0, 1]; shaped [N,H,W], [N,C,H,W] or [N,H,W,C] with C 1 or 3.
+        Labels are whole numbers (indices into `classes`), booleans or strings, shaped [N] or [N,1].
+        """
+        pixels = _as_uint8(_channels_first(_as_tensor(images, "images")))
+        if labels is None:
+            return cls(pixels, None, ("all",) if classes is None else classes)
+        encoded, names = encode_labels(labels, classes)
+        return cls(pixels, encoded, names)
+
+
+def _as_tensor(values: Any, what: str) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu()
+    array = np.asarray(values)
+    if array.dtype.kind not in "uifb":
+        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats within [0, 1]")
+    # Byte order and read-only memory are numpy notions that torch does not share.
+    array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+    if (array.dtype.kind == "u" and array.dtype != np.uint8) or array.dtype == np.longdouble:
+        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats within [0, 1]")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _channels_first(images: torch.Tensor) -> torch.Tensor:
+    shape = tuple(images.shape)
+    if images.ndim == 3:
+        if shape[2] in (1, 3) or shape[0] == 3:
+            raise DataError(f"images of shape {shape} may be one image or many; add the missing axis")
+        return images.unsqueeze(1)
+    if images.ndim != 4:
+        raise DataError(f"images have shape {shape}; expected [N,H,W], [N,C,H,W] or [N,H,W,C]")
+    first, last = shape[1] in (1, 3), shape[3] in (1, 3)
+    if first and last:
+        raise DataError(f"images of shape {shape} may be [N,C,H,W] or [N,H,W,C]; transpose or crop them")
+    if not first and not last:
+        raise DataError(f"images of shape {shape} have no axis of 1 (grey) or 3 (RGB) channels")
+    return images if first else images.permute(0, 3, 1, 2)
+
+
+def _as_uint8(images: torch.Tensor) -> torch.Tensor:
+    if images.dtype == torch.uint8:
+        return images.contiguous()
+    if not images.is_floating_point():
+        raise DataError(f"images are {_name(images.dtype)}; expected uint8 (0..255), or floats within [0, 1]")
+    if images.numel() == 0:
+        return images.to(torch.uint8)
+    if not bool(torch.isfinite(images).all()):
+        kind = "NaN" if bool(torch.isnan(images).any()) else "infinite values"
+        raise DataError(f"images contain {kind}; every value must be a number within [0, 1]")
+    low, high = float(images.min()), float(images.max())
+    if low < 0 or high > 1:
+        # The extremes of private pixels stay out of the message: it may end up in a shared log.
+        side = "below 0" if low < 0 else "above 1"
+        raise DataError(f"float images have values {side}; scale them into [0, 1], or pass uint8 (0..255)")
+    return (images.double() * 255).round().to(torch.uint8).contiguous()
+
+
+def _check_images(images: torch.Tensor) -> None:
+    if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
+        kind = _name(images.dtype) if isinstance(images, torch.Tensor) else type(images).__name__
+        raise DataError(f"images must be a uint8 tensor, not {kind}; use ImageSet.from_arrays to convert")
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
+        raise DataError(f"images must have shape [N, C, H, W] with C 1 or 3, not {list(images.shape)}")
+    if len(images) == 0:
+        raise DataError("the set holds no images")
+
+
+def _check_classes(classes: Sequence[str]) -> None:
+    for name in classes:
+        if not isinstance(name, str):
+            raise DataError(f"class names must be strings, not {name!r}")
+        if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise DataError(f"class name {name!a} is not valid text (UTF-8 without NUL); rename the class")
+    if len(set(classes)) < len(classes):
+        twice = next(name for name in classes if list(classes).count(name) > 1)
+        raise DataError(f"class name {twice!r} appears twice; class names must differ")
+
+
+def _check_labels(labels: torch.Tensor, images: int, classes: int) -> None:
+    if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
+        raise DataError("labels must be an int64 tensor of shape [N]; use ImageSet.from_arrays to convert")
+    if len(labels) != images:
+        raise DataError(f"there are {images} images but {len(labels)} labels")
+    if int(labels.min()) < 0:
+        raise DataError(f"label {int(labels.min())} is negative; labels count from 0 (drop unlabelled images)")
+    if int(labels.max()) >= classes:
+        raise DataError(f"label {int(labels.max())} has no class name: only {classes} classes are named")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,117 @@
+"""Writing image sets: a folder of PNG files, `.npz`, or `.parquet` in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .atomic import replacing
+from .containers import import_pyarrow
+from .decode import to_picture
+from .errors import DataError
+from .folders import folder_name
+from .imageset import ImageSet
+from .parallel import map_in_order
+
+ROWS_IN_GROUP = 1000
+
+
+def save_images(images: ImageSet, target: str | Path, *, overwrite: bool = False) -> Path:
+    """Write a set in the form that the extension tells: `.npz`, `.parquet`, or none for a folder of PNG.
+
+    The folder is `<class>/<number>.png` (flat if unlabelled), the number being the place in the set; who
+    reads it back gets classes in the order of their names, without those that have no image. The other two
+    forms keep all as it is.
+    """
+    target = Path(target)
+    write = _writer(target)
+    if overwrite:
+        _check_replaceable(target)
+    with replacing(target, overwrite=overwrite) as temporary:
+        write(images, temporary)
+    return target
+
+
+def encode_png(pixels: np.ndarray[Any, Any]) -> bytes:
+    """One image [C, H, W] as PNG."""
+    buffer = io.BytesIO()
+    to_picture(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def _writer(target: Path) -> Callable[[ImageSet, Path], None]:
+    writers = {"": _write_folder, ".npz": _write_npz, ".parquet": _write_parquet}
+    suffix = target.suffix.lower()
+    if suffix not in writers:
+        raise DataError(f"{target}: unknown extension {suffix!r}; use .npz, .parquet, or none for a folder")
+    return writers[suffix]
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse to delete a folder that holds anything but PNG files."""
+    if target.is_dir():
+        files = (path for path in sorted(target.rglob("*")) if not path.is_dir())
+        foreign = next((path.relative_to(target) for path in files if path.suffix != ".png"), None)
+        if foreign is not None:
+            raise DataError(f"{target} is not replaced, because it also holds {foreign}; remove it yourself")
+
+
+def _file_names(count: int) -> list[str]:
+    width = max(5, len(str(count - 1)))
+    return [f"{index:0{width}}.png" for index in range(count)]
+
+
+def _write_folder(images: ImageSet, folder: Path) -> None:
+    folder.mkdir()
+    names = _file_names(len(images))
+    if images.labels is None:
+        paths = [folder / name for name in names]
+    else:
+        places = [folder / folder_name(name) for name in images.classes]
+        labels = images.labels.tolist()
+        for label in sorted(set(labels)):
+            places[label].mkdir()
+        paths = [places[label] / name for label, name in zip(labels, names, strict=True)]
+
+    def write(index: int) -> None:
+        paths[index].write_bytes(encode_png(images.images[index].numpy()))
+
+    with closing(map_in_order(write, range(len(images)))) as written:
+        for _ in written:
+            pass
+
+
+def _write_npz(images: ImageSet, path: Path) -> None:
+    arrays: dict[str, Any] = {"images": images.images.numpy()}
+    if images.labels is not None:
+        arrays |= {"labels": images.labels.numpy(), "classes": np.array(images.classes, dtype=np.str_)}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def _write_parquet(images: ImageSet, path: Path) -> None:
+    pyarrow = import_pyarrow()
+    columns = {"image": pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})}
+    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    if images.labels is not None:
+        columns["label"] = pyarrow.int64()
+        features["label"] = {"names": list(images.classes), "_type": "ClassLabel"}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    schema = pyarrow.schema(columns, metadata=metadata)
+    names = _file_names(len(images))
+    with (
+        pyarrow.parquet.ParquetWriter(path, schema) as writer,
+        closing(map_in_order(encode_png, images.images.numpy())) as encoded,
+    ):
+        for start in range(0, len(images), ROWS_IN_GROUP):
+            chosen = names[start : start + ROWS_IN_GROUP]
+            rows: dict[str, Any] = {"image": [{"bytes": next(encoded), "path": name} for name in chosen]}
+            if images.labels is not None:
+                rows["label"] = images.labels[start : start + ROWS_IN_GROUP].tolist()
+            writer.write_table(pyarrow.table(rows, schema=schema))

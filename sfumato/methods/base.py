@@ -1,0 +1,257 @@
+"""What every method is: an estimator that sees private images only through a vault."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.data.atomic import replacing
+from sfumato.privacy import Budget, Certificate, Ledger, Plan, Release, Vault, calibrate
+from sfumato.privacy.budget import Adjacency
+
+FORMAT = "sfumato-model/1"
+SAMPLE_BATCH = 1000
+
+
+class NotFittedError(ValueError):
+    """The model was asked for something that it learns in `fit`."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Synthesizer(ABC):
+    """A method: parameters in the constructor, `fit` on private images, then `sample` for ever.
+
+    A subclass states its releases in `_releases` (from public facts alone), learns in `_fit` from what the vault
+    gives it, and draws images in `_sample`. What it has learned it hands to `_state` and takes back in `_restore`.
+    """
+
+    key: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    guarantee: ClassVar[str] = "differential-privacy"
+    claimed: ClassVar[dict[str, Any] | None] = None
+    vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
+
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    adjacency: Adjacency = "add-remove"
+    public_size: bool = False
+    secure: bool = True
+    device: str = "auto"
+    seed: int = 0
+
+    # -- what a method writes -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        """The releases to come. Noise left open is calibrated to the budget."""
+
+    @abstractmethod
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        """Learns from the vault's answers; sets names that end in `_`."""
+
+    @abstractmethod
+    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One image for each label: float in [-1, 1], [N, C, H, W]."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What was learned, as tensors."""
+
+    @abstractmethod
+    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of `_state`."""
+
+    def _proportions(self) -> torch.Tensor:
+        """Share of each class among samples whose labels are left open."""
+        return torch.ones(len(self._fitted().classes))
+
+    # -- what a user calls --------------------------------------------------------------------------------
+
+    def public_facts(self, images: ImageSet) -> PublicFacts:
+        """What this method takes as public: shape and class names, and sizes if they were declared so."""
+        return images.public(declare_size=self.public_size)
+
+    def plan(self, public: PublicFacts) -> Plan:
+        """The releases to come and their noise; touches no pixel and spends nothing."""
+        return calibrate(self._releases(public), self._budget())
+
+    def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
+        """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""
+        public = self.validate().public_facts(images)
+        folder = None if run_dir is None else Path(run_dir)
+        ledger_path = None if folder is None else folder / "ledger.jsonl"
+        if ledger_path is not None and ledger_path.exists() and not resume:
+            raise DataError(f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder")
+        with Ledger(ledger_path) as ledger:
+            vault = self.vault_type(
+                images,
+                self._budget(),
+                self._releases(public),
+                ledger=ledger,
+                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _facts(public)},
+                keep=None if folder is None else folder / "releases",
+                device=self.torch_device,
+                secure=self.secure,
+            )
+            self.public_ = public
+            self._fit(vault, public)
+            self.certificate_ = Certificate.from_ledger(ledger, claimed=self.claimed)
+        if folder is not None:
+            self.save(folder)
+        return self
+
+    def sample(self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0) -> ImageSet:
+        """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released."""
+        public = self._fitted()
+        if n < 1:
+            raise ValueError(f"the number of images must be at least 1, got {n}")
+        wanted = self._labels(n, labels)
+        generator = torch.Generator(device=self.torch_device).manual_seed(seed)
+        with torch.no_grad():
+            parts = [
+                ((self._sample(part.to(self.torch_device), generator).clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
+                for part in torch.split(wanted, SAMPLE_BATCH)
+            ]
+        return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes the model (safetensors and JSON) and its certificate."""
+        target = Path(folder)
+        content = {
+            "format": FORMAT,
+            "method": self.key,
+            "parameters": self._json_params(),
+            "public": asdict(self._fitted()),
+        }
+        with replacing(target / "model.safetensors", overwrite=True) as partial:
+            save_file({name: value.detach().cpu().contiguous() for name, value in self._state().items()}, partial)
+        with replacing(target / "config.json", overwrite=True) as partial:
+            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        self.certificate_.save(target / "certificate.json")
+        return target
+
+    def _load(self, folder: Path, public: PublicFacts) -> Self:
+        self.public_ = public
+        self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
+        self.certificate_ = Certificate.load(folder / "certificate.json")
+        return self
+
+    def get_params(self) -> dict[str, Any]:
+        """Every parameter and its value."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def set_params(self, **params: Any) -> Self:
+        """Sets parameters by name."""
+        self.check_params(params)
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """Raises for a name that is no parameter, and says which one is nearest."""
+        known = [field.name for field in fields(cls)]
+        for name in params:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+                raise ValueError(f"{cls.key} has no parameter {name!r}{hint}")
+
+    def validate(self) -> Self:
+        """Raises `ValueError` for a parameter of the wrong kind or out of range; called before anything is read."""
+        self._budget()
+        for field in fields(self):
+            _check_like(field.name, getattr(self, field.name), field.default)
+        try:
+            self.torch_device  # noqa: B018
+        except RuntimeError:
+            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}") from None
+        return self
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _json_params(self) -> dict[str, Any]:
+        """The parameters as JSON can hold them; `from_json` reads them back."""
+        return {name: "inf" if value == math.inf else value for name, value in self.get_params().items()}
+
+    @classmethod
+    def from_json(cls, params: dict[str, Any]) -> Self:
+        values: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in params.items()}
+        return cls(**values)
+
+    def _budget(self) -> Budget:
+        return Budget(float(self.epsilon), float(self.delta), self.adjacency)
+
+    def _fitted(self) -> PublicFacts:
+        if not hasattr(self, "public_"):
+            raise NotFittedError("this model has learned nothing yet; call fit first")
+        public: PublicFacts = self.public_
+        return public
+
+    def _labels(self, n: int, labels: int | str | Sequence[int] | None) -> torch.Tensor:
+        classes = self._fitted().classes
+        if labels is None:
+            return _allocate(n, self._proportions())
+        if isinstance(labels, str):
+            if labels not in classes:
+                raise ValueError(f"there is no class {labels!r}; there are {', '.join(classes)}")
+            labels = classes.index(labels)
+        wanted = torch.full((n,), labels) if isinstance(labels, int) else torch.as_tensor(labels, dtype=torch.int64)
+        if len(wanted) != n:
+            raise ValueError(f"{n} images were asked for and {len(wanted)} labels given")
+        if wanted.min() < 0 or wanted.max() >= len(classes):
+            raise ValueError(f"labels must lie between 0 and {len(classes) - 1}")
+        return wanted
+
+
+def _check_like(name: str, value: Any, default: Any) -> None:
+    """A parameter must be of its default's kind; numbers must be greater than 0, but for the seed."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+    elif isinstance(default, int | float):
+        whole = isinstance(default, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
+        if name != "seed" and not value > 0:
+            raise ValueError(f"{name} must be greater than 0, got {value!r}")
+    elif isinstance(default, tuple):
+        if not isinstance(value, list | tuple) or len(value) != len(default):
+            raise ValueError(f"{name} must be {len(default)} numbers, got {value!r}")
+        for part, like in zip(value, default, strict=True):
+            _check_like(name, part, like)
+    elif isinstance(default, str) and not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {value!r}")
+
+
+def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
+    """`n` labels in these proportions, by largest remainders, in class order."""
+    shares = proportions.double().clamp_min(0)
+    shares = n * shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, n / len(shares))
+    counts = shares.floor().long()
+    order = (shares - counts).argsort(descending=True, stable=True)
+    counts[order[: n - int(counts.sum())]] += 1
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
+def _facts(public: PublicFacts) -> dict[str, Any]:
+    """As the certificate lists them; JSON has lists where Python has tuples."""
+    content: dict[str, Any] = json.loads(json.dumps(asdict(public)))
+    return content

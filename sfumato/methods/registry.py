@@ -1,0 +1,59 @@
+"""The methods by their keys."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.data import DataError, PublicFacts
+from sfumato.methods.base import FORMAT, Synthesizer
+from sfumato.methods.dp_merf import MeanEmbedding
+
+METHODS: dict[str, type[Synthesizer]] = {method.key: method for method in (MeanEmbedding,)}
+DEFAULT = MeanEmbedding.key
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """One line of `list_methods`."""
+
+    key: str
+    paper: str
+    summary: str
+    guarantee: str
+
+
+def list_methods() -> list[MethodInfo]:
+    """What there is: key, paper, what it does, what it guarantees."""
+    return [MethodInfo(m.key, m.paper, m.summary, m.guarantee) for m in METHODS.values()]
+
+
+def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
+    """A method by its key, with parameters by name; unknown ones are errors that name the nearest."""
+    if method not in METHODS:
+        near = difflib.get_close_matches(method, METHODS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
+        raise ValueError(f"there is no method {method!r}; {hint}")
+    METHODS[method].check_params(params)
+    return METHODS[method](**params).validate()
+
+
+def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
+    """A model that `fit` or `save` left in `folder`."""
+    source = Path(folder)
+    try:
+        content = json.loads((source / "config.json").read_text("utf-8"))
+        if content["format"] != FORMAT:
+            raise DataError(f"{source}: format {content['format']!r} is not {FORMAT!r}")
+        facts = content["public"]
+        public = PublicFacts(**{**facts, "shape": tuple(facts["shape"]), "classes": tuple(facts["classes"])})
+        model = create(content["method"]).from_json({**content["parameters"], "device": device})
+        return model._load(source, public)
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename)).name
+        raise DataError(f"{source} holds no finished model: {missing} is missing") from None
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise DataError(f"{source} does not hold a model of this package: {error}") from None

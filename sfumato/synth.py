@@ -1,0 +1,81 @@
+"""The main job: fit, sample, and everything that goes into the folder to be shared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.data import DataError, ImageSet, contact_sheet, save_images
+from sfumato.data.atomic import replacing
+from sfumato.evaluate import Accuracy, aligned, downstream_accuracy
+from sfumato.methods.base import Synthesizer
+from sfumato.privacy import Certificate
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """A finished folder."""
+
+    folder: Path
+    number: int
+    certificate: Certificate
+    accuracy: Accuracy | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "out": str(self.folder),
+            "images": self.number,
+            "guarantee": self.certificate.guarantee,
+            "epsilon": self.certificate.epsilon,
+            "delta": self.certificate.delta,
+            "accuracy": None if self.accuracy is None else self.accuracy.mean,
+        }
+
+
+def check_output(folder: Path, resume: bool = False) -> None:
+    """Refuses a folder that cannot be written or is taken, before anything is spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".sfumato-probe"
+        probe.touch()
+        probe.unlink()
+        taken = any(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}") from error
+    started = (folder / "ledger.jsonl").exists()
+    if started and not resume:
+        raise DataError(f"{folder} holds a run already; go on with --resume or choose another folder")
+    if taken and not started:
+        raise DataError(f"{folder} is not empty; choose another folder")
+
+
+def synthesize(
+    model: Synthesizer,
+    images: ImageSet,
+    folder: Path,
+    *,
+    number: int,
+    test: ImageSet | None = None,
+    resume: bool = False,
+) -> Synthesis:
+    """Fits `model` on private `images` and fills `folder`; `test` images are declared public by being given."""
+    if test is not None:
+        aligned(test, images)  # refuses a test set that does not fit before anything is spent
+    model.fit(images, run_dir=folder, resume=resume)
+    synthetic = model.sample(number, seed=model.seed)
+    save_images(synthetic, folder / "images", overwrite=True)
+    save_images(synthetic, folder / "images.npz", overwrite=True)
+    contact_sheet(synthetic, folder / "samples.png")
+    accuracy = None
+    metrics: dict[str, Any] = {}
+    if test is not None:
+        accuracy = downstream_accuracy(synthetic, test, device=model.torch_device)
+        metrics["small_cnn"] = {"mean": accuracy.mean, "sd": accuracy.sd, "values": accuracy.values}
+    with replacing(folder / "metrics.json", overwrite=True) as partial:
+        partial.write_text(json.dumps(metrics, indent=2) + "\n", "utf-8")
+    outputs = ["images", "images.npz", "samples.png", "model.safetensors"]
+    certificate = model.certificate_.with_outputs(folder, outputs)
+    certificate.save(folder / "certificate.json")
+    return Synthesis(folder, number, certificate, accuracy)

@@ -1,0 +1,215 @@
+"""Folders: class sub-folders, labels.csv, unlabelled collections, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.data import DataError, DataWarning, load_images
+from sfumato.data.folders import class_name, folder_name
+
+
+def write_csv(folder, text, names=("x.png", "y.png"), encoding="utf-8"):
+    folder.mkdir(exist_ok=True)
+    for number, name in enumerate(names):
+        Image.new("L", (8, 8), number).save(folder / name)
+    (folder / "labels.csv").write_text(text, encoding=encoding)
+    return folder
+
+
+def test_class_folders(class_folder, pixels):
+    got = load_images(class_folder)
+    assert got.classes == ("a", "b")
+    assert got.labels.tolist() == [0, 0, 1, 1]
+    assert np.array_equal(got.images[:, 0].numpy(), pixels[:4])
+
+
+def test_nested_files_unicode_names_and_clutter(class_folder, pixels):
+    odd = class_folder / "Zoë 日本 🙂" / "série 1"
+    odd.mkdir(parents=True)
+    Image.fromarray(pixels[9]).save(odd / "é à.png")
+    for clutter in ("Thumbs.db", ".DS_Store", "desktop.ini", "a/.hidden.png", "a/Thumbs.db"):
+        (class_folder / clutter).write_bytes(b"clutter")
+    (class_folder / "__MACOSX").mkdir()
+    (class_folder / "__MACOSX" / "a.png").write_bytes(b"clutter")
+    (class_folder / ".git").mkdir()
+    got = load_images(class_folder)
+    assert got.classes == ("Zoë 日本 🙂", "a", "b")
+    assert got.labels.tolist() == [0, 1, 1, 2, 2]
+    assert np.array_equal(got.images[0, 0].numpy(), pixels[9])
+
+
+def test_number_folders_are_in_numerical_order(tmp_path):
+    for number in (10, 9, 2):
+        (tmp_path / str(number)).mkdir()
+        Image.new("L", (8, 8), number).save(tmp_path / str(number) / "x.png")
+    got = load_images(tmp_path)
+    assert got.classes == ("2", "9", "10")
+    assert got.images[:, 0, 0, 0].tolist() == [2, 9, 10]
+
+
+def test_unlabelled_reads_recursively(class_folder):
+    got = load_images(class_folder, labels=False)
+    assert len(got) == 4
+    assert got.labels is None
+    assert got.classes == ("all",)
+
+
+def test_train_and_test_sub_folders_are_parts(class_folder, tmp_path):
+    divided = tmp_path / "divided"
+    divided.mkdir()
+    class_folder.rename(divided / "train")
+    (divided / "test").mkdir()
+    for name in ("a", "b"):
+        (divided / "test" / name).mkdir()
+        Image.new("L", (8, 8), 7).save(divided / "test" / name / "x.png")
+    assert len(load_images(divided)) == 4
+    assert load_images(divided, split="test").images.unique().tolist() == [7]
+
+
+def test_classes_called_train_and_test_are_classes(class_folder):
+    (class_folder / "a").rename(class_folder / "train")
+    (class_folder / "b").rename(class_folder / "test")
+    assert load_images(class_folder).classes == ("test", "train")
+
+
+def test_csv_with_mark_strings_and_order(tmp_path):
+    folder = write_csv(tmp_path / "c", "file,label,note\nx.png,zebra,1\n./y.png, ant ,2\n\n", encoding="utf-8-sig")
+    got = load_images(folder)
+    assert got.classes == ("ant", "zebra")
+    assert got.labels.tolist() == [1, 0]
+    assert got.images[:, 0, 0, 0].tolist() == [0, 1]
+    assert len(load_images(folder, labels=False)) == 2
+
+
+def test_csv_with_numbers(tmp_path):
+    assert load_images(write_csv(tmp_path / "c", "label,file\n10,x.png\n9,y.png\n")).classes == ("9", "10")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\nx.png,a\n", r"no label for y\.png"),
+        ("file,label\nx.png,a\ny.png,b\nz.png,a\n", r"not there: z\.png"),
+        ("file,label\nx.png,a\ny.png,b\n../c/x.png,a\n", r"not there: \.\./c/x\.png"),
+        ("file,label\nx.png,a\ny.png,b\nx.png,b\n", r"line 4 lists x\.png a second time"),
+        ("file,label\nx.png,a\ny.png,\n", "line 3 has an empty label"),
+        ("file,label\nx.png,a\n,b\n", "line 3 has an empty file name"),
+        ("file,label\nx.png,a\ny.png\n", "line 3 has 1 columns"),
+        ("name,kind\nx.png,a\ny.png,b\n", "file,label, not 'name,kind'"),
+        ("file;label\nx.png;a\n", "file;label"),
+        ("", "columns file,label"),
+        ("file,label\n", "lists no files"),
+        ("file,label\nx.png,a\ny.png,a\n", r"one class only \(a\).*--unlabelled"),
+        ('file,label\nx.png,"a\n', "cannot be read as CSV"),
+    ],
+)
+def test_csv_that_disagrees_is_refused(tmp_path, text, message):
+    with pytest.raises(DataError, match=message) as caught:
+        load_images(write_csv(tmp_path / "c", text))
+    assert "labels.csv" in str(caught.value)
+
+
+def test_csv_must_be_utf8(tmp_path):
+    with pytest.raises(DataError, match="UTF-8"):
+        load_images(write_csv(tmp_path / "c", "file,label\nx.png,é\ny.png,b\n", encoding="latin-1"))
+
+
+def test_long_lists_of_culprits_are_cut(tmp_path):
+    names = [f"{number}.png" for number in range(6)]
+    with pytest.raises(DataError, match=r"no label for 1\.png, 2\.png, 3\.png and 2 more"):
+        load_images(write_csv(tmp_path / "c", "file,label\n0.png,a\n", names=names))
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="is empty"):
+        load_images(tmp_path)
+    with pytest.raises(DataError, match="no images"):
+        load_images(tmp_path, labels=False)
+
+
+def test_images_without_classes(class_folder):
+    with pytest.raises(DataError, match=r"neither class sub-folders nor labels\.csv; pass .* \(--unlabelled\)"):
+        load_images(class_folder / "a")
+
+
+def test_one_class_only(class_folder):
+    (class_folder / "b").rename(class_folder / "a" / "b")
+    with pytest.raises(DataError, match=r"one class only \(a\).*--unlabelled"):
+        load_images(class_folder)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_images_beside_class_folders(class_folder, on_error):
+    Image.new("L", (8, 8)).save(class_folder / "stray.png")
+    with pytest.raises(DataError, match=r"both class folders and images outside them \(stray\.png\)"):
+        load_images(class_folder, on_error=on_error)
+
+
+def test_other_files_beside_class_folders(class_folder):
+    (class_folder / "README.txt").write_text("notes")
+    with pytest.raises(DataError, match=r"README\.txt"):
+        load_images(class_folder)
+    with pytest.warns(DataWarning, match=r"left out 1 unreadable: README\.txt"):
+        assert len(load_images(class_folder, on_error="skip")) == 4
+
+
+def test_empty_class_folder(class_folder):
+    (class_folder / "c").mkdir()
+    with pytest.raises(DataError, match="scans/c holds no images"):
+        load_images(class_folder)
+    with pytest.warns(DataWarning, match="c/"):
+        assert load_images(class_folder, on_error="skip").classes == ("a", "b", "c")
+
+
+def test_only_empty_class_folders(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with pytest.raises(DataError, match="no images, only empty folders"):
+        load_images(tmp_path, on_error="skip")
+
+
+@pytest.mark.parametrize("target", ["..", ".", "../b"])
+@pytest.mark.parametrize("labels", [True, False])
+def test_link_loops_are_refused_not_followed(class_folder, target, labels):
+    (class_folder / "a" / "loop").symlink_to(target)
+    with pytest.raises(DataError, match="a link to a folder that is read already"):
+        load_images(class_folder, labels=labels)
+
+
+def test_links_to_folders_elsewhere_are_followed(class_folder, tmp_path):
+    (class_folder / "b").rename(tmp_path / "elsewhere")
+    (class_folder / "b").symlink_to(tmp_path / "elsewhere")
+    assert load_images(class_folder).labels.tolist() == [0, 0, 1, 1]
+
+
+def test_broken_link_is_named(class_folder):
+    (class_folder / "a" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"a/gone\.png cannot be read: no such file"):
+        load_images(class_folder)
+
+
+def test_single_image(tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "x.png")
+    with pytest.raises(DataError, match="single image; one image cannot be hidden among others"):
+        load_images(tmp_path, labels=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["cat", "", ".", "..", "../up", "a/b", "a\\b", ".hidden", "50%", "%41", "a\nb", "é 日本", "end.", "end ",
+             "Thumbs.db", "__MACOSX", "con:", "%", "a\u2028b", "🙂"],
+)  # fmt: skip
+def test_class_names_survive_as_folder_names(name):
+    folder = folder_name(name)
+    assert class_name(folder) == name
+    assert folder not in ("", ".", "..")
+    assert not folder.startswith(".")
+    assert folder[-1] not in ". "
+    assert not set(folder) & set('/\\\n:*?"<>|')
+    assert folder.isprintable()
+
+
+def test_foreign_folder_names_are_left_alone():
+    for folder in ("a%20b", "100%", "%zz", "%41"):
+        assert class_name(folder) == folder

@@ -1,0 +1,143 @@
+"""Every registered method passes `check_synthesizer`, and planted faults do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.data import ImageSet
+from sfumato.methods.check import UnsoundError, check_synthesizer, check_unit_variance
+from sfumato.methods.dp_merf import MeanEmbedding
+from sfumato.methods.registry import METHODS, create
+from sfumato.privacy import Release, Vault
+from sfumato.privacy.mechanisms import add_gaussian
+
+QUICK: dict[str, dict[str, Any]] = {"dp-merf": {"features": 100, "steps": 3, "batch_size": 20, "device": "cpu"}}
+
+
+def quick(key: str) -> Any:
+    return lambda **params: create(key, **{**QUICK[key], **params})
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_every_method_is_sound(key: str, few_digits: ImageSet) -> None:
+    check_synthesizer(quick(key), few_digits)
+
+
+class HalfNoise(Vault):
+    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        return add_gaussian(exact, release.noise * radius / 2)
+
+
+class Mean(Vault):
+    def _exact_sum(self, *args: Any) -> Any:
+        exact, unit, radius = super()._exact_sum(*args)
+        return exact / self._size, unit, radius / self._size
+
+
+class MeanOfPublicSize(Vault):
+    """Divides by the private size and multiplies by a public one: the scale looks right."""
+
+    def _exact_sum(self, *args: Any) -> Any:
+        exact, unit, radius = super()._exact_sum(*args)
+        return exact * (1000 / self._size), unit, radius
+
+
+class ForgottenCharge(Vault):
+    def _charge(self, release: Release) -> None:
+        pass
+
+
+class FixedNoise(Vault):
+    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return exact + release.noise * radius * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+
+
+class Graph(Vault):
+    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        return super()._noised(release, exact, radius, secure) + torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (HalfNoise, r"0\.\d+ times what is charged"),
+        (Mean, "noise, bound or shape depends on a single record"),
+        (MeanOfPublicSize, "one record moves the sum"),
+        (ForgottenCharge, "without a charge"),
+        (FixedNoise, "two runs drew the same noise"),
+        (Graph, "gradient path"),
+    ],
+)
+def test_a_faulty_vault_is_caught(fault: type[Vault], message: str, few_digits: ImageSet) -> None:
+    with pytest.raises(UnsoundError, match=message):
+        check_synthesizer(quick("dp-merf"), few_digits, vault=fault)
+
+
+class Long(MeanEmbedding):
+    """Rows of norm 3 under a bound of 1: sound, because the vault clips them."""
+
+    def _fit(self, vault: Vault, public: Any) -> None:
+        vault.sum(lambda images: 3 * torch.nn.functional.normalize(images.flatten(1)), release="long", bound=1.0)
+        super()._fit(vault, public)
+
+    def _releases(self, public: Any) -> list[Release]:
+        return [*super()._releases(public), Release("long")]
+
+
+def test_missing_clipping_is_caught(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(**params: Any) -> Long:
+        return Long(**{**QUICK["dp-merf"], **params})
+
+    check_synthesizer(make, few_digits)
+    monkeypatch.setattr("sfumato.privacy.vault._clip", lambda rows, bound, unit, nonnegative: rows.double())
+    with pytest.raises(UnsoundError, match="one record moves the sum"):
+        check_synthesizer(make, few_digits, vault=NotSecure)
+
+
+class NotSecure(Vault):
+    """The fast form: the secure one has a second guard that drops long rows."""
+
+    def _secure(self, release: Release) -> bool:
+        return False
+
+
+class Peeking(MeanEmbedding):
+    """Keeps a pixel that its feature map saw."""
+
+    def _fit(self, vault: Vault, public: Any) -> None:
+        seen: list[torch.Tensor] = []
+
+        def spy(images: torch.Tensor) -> torch.Tensor:
+            seen.append(images.sum())
+            return images.flatten(1)
+
+        vault.map(spy)
+        super()._fit(vault, public)
+        self.counts_ = self.counts_ + seen[-1] * 1e-3
+
+
+class SecondHelping(MeanEmbedding):
+    """Asks once more if the first answer pleases: the number of queries depends on the data's size."""
+
+    def _fit(self, vault: Vault, public: Any) -> None:
+        if vault._size % 2:
+            vault.counts()
+        super()._fit(vault, public)
+
+
+@pytest.mark.parametrize("method", [Peeking, SecondHelping])
+def test_a_faulty_method_is_caught(method: type[MeanEmbedding], few_digits: ImageSet) -> None:
+    with pytest.raises((UnsoundError, RuntimeError)):
+        check_synthesizer(lambda **params: method(**{**QUICK["dp-merf"], **params}), few_digits)
+
+
+def test_unit_variance_accepts_and_rejects() -> None:
+    noise = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    check_unit_variance(noise)
+    for scale in (2 / 3, 3 / 2):
+        with pytest.raises(UnsoundError, match="times what is charged"):
+            check_unit_variance(noise * scale)
