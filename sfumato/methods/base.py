@@ -93,6 +93,8 @@ class Synthesizer(ABC):
         ledger_path = None if folder is None else folder / "ledger.jsonl"
         if ledger_path is not None and ledger_path.exists() and not resume:
             raise DataError(f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder")
+        for name in [name for name in vars(self) if name.endswith("_")]:
+            delattr(self, name)  # nothing of an earlier fit may meet this one's certificate
         with Ledger(ledger_path) as ledger:
             vault = self.vault_type(
                 images,
@@ -104,9 +106,9 @@ class Synthesizer(ABC):
                 device=self.torch_device,
                 secure=self.secure,
             )
-            self.public_ = public
             self._fit(vault, public)
             self.certificate_ = Certificate.from_ledger(ledger, claimed=self.claimed)
+        self.public_ = public
         if folder is not None:
             self.save(folder)
         return self
@@ -131,7 +133,7 @@ class Synthesizer(ABC):
         content = {
             "format": FORMAT,
             "method": self.key,
-            "parameters": self._json_params(),
+            "parameters": self.certificate_.parameters,
             "public": asdict(self._fitted()),
         }
         with replacing(target / "model.safetensors", overwrite=True) as partial:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
 GRID_POINTS = 250_000  # at most, for the loss of one release
 SEARCH_TOLERANCE = 1e-4  # of calibrated noise, relative; always on the safe side
+MOST_TIMES = 10**9
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # outside, accountants lose their digits
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,17 @@ class Release:
     nonnegative: bool = False
 
     def __post_init__(self) -> None:
-        if self.times < 1:
-            raise ValueError(f"release {self.name!r}: times must be at least 1, got {self.times}")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):  # names files, too
+            raise ValueError(f"a release's name must be letters, digits, '-' and '_', got {self.name!r}")
+        if type(self.times) is not int or not 1 <= self.times <= MOST_TIMES:
+            raise ValueError(f"release {self.name!r}: times must be a whole number from 1 to 1e9, got {self.times!r}")
         if not 0 < self.sampling_prob <= 1:
             raise ValueError(f"release {self.name!r}: sampling_prob must lie in (0, 1], got {self.sampling_prob}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"release {self.name!r}: weight must be greater than 0, got {self.weight}")
         z = self.noise_multiplier
-        if z is not None and not (math.isfinite(z) and z >= 0):
-            raise ValueError(f"release {self.name!r}: noise_multiplier must be finite and not negative, got {z}")
+        if z is not None and not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
+            raise ValueError(f"release {self.name!r}: noise_multiplier must be 0 or from 1e-3 to 1e9, got {z}")
 
     @property
     def noise(self) -> float:
@@ -155,20 +160,21 @@ def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
         return _planned(releases, budget)
 
     def excess(log_scale: float) -> float:
-        """log(epsilon / budget), by the tightest bound that a search can afford: RDP is left out."""
+        """log(epsilon / budget), by the tightest bound; RDP only where PLD cannot reach so small a delta."""
         scaled = _scaled(releases, math.exp(log_scale))
         full, sampled = _merge(scaled, budget.adjacency)
         with _quiet():
-            value = (
-                _pld(full, sampled, budget.delta, budget.adjacency)
-                if sampled
-                else dp_accounting.get_epsilon_gaussian(full, budget.delta)
-            )
+            if not sampled:
+                value = dp_accounting.get_epsilon_gaussian(full, budget.delta)
+            else:
+                value = _pld(full, sampled, budget.delta, budget.adjacency)
+                if math.isinf(value) and budget.adjacency == "add-remove":
+                    value = _rdp(full, sampled, budget.delta)
         return math.log(max(value, 1e-12) / budget.epsilon)
 
     low, high = _bracket(excess, fixed)
     log_scale = float(brentq(excess, low, high, xtol=SEARCH_TOLERANCE / 2))
-    while excess(log_scale) > 0:
+    while not excess(log_scale) <= 0:
         log_scale += SEARCH_TOLERANCE / 4
     return _planned(_scaled(releases, math.exp(log_scale)), budget)
 
@@ -201,16 +207,18 @@ def noise_multiplier(
 
 def _planned(releases: Sequence[Release], budget: Budget) -> Plan:
     plan = Plan(tuple(releases), budget, bounds(releases, budget.delta, budget.adjacency))
-    if plan.epsilon > budget.epsilon:
+    if not plan.epsilon <= budget.epsilon:
         raise BudgetExceeded(f"the planned releases need epsilon {plan.epsilon:.4g}, the budget is {budget.epsilon:g}")
     return plan
 
 
 def _scaled(releases: Sequence[Release], scale: float) -> list[Release]:
-    return [
-        release if release.noise_multiplier is not None else replace(release, noise_multiplier=scale * release.weight)
-        for release in releases
-    ]
+    """Fills in the noise that is left open; what results is accounted again, so the limits cost no safety."""
+
+    def noise(weight: float) -> float:
+        return 0.0 if scale == 0 else min(max(scale * weight, LEAST_NOISE), MOST_NOISE)
+
+    return [r if r.noise_multiplier is not None else replace(r, noise_multiplier=noise(r.weight)) for r in releases]
 
 
 def _bracket(excess: Any, fixed: Sequence[Release]) -> tuple[float, float]:
@@ -218,14 +226,14 @@ def _bracket(excess: Any, fixed: Sequence[Release]) -> tuple[float, float]:
     at = excess(0.0)
     step = math.log(2) if at > 0 else -math.log(2)
     here = 0.0
-    for _ in range(40):
+    while math.log(LEAST_NOISE) < here < math.log(MOST_NOISE):
         there = here + step
         if (excess(there) > 0) != (at > 0):
             return (here, there) if here < there else (there, here)
         here = there
     if at > 0 and fixed:
         raise BudgetExceeded(f"the fixed noise of {fixed[0].name!r} alone is more than the budget allows")
-    raise ValueError("no noise multiplier between 1e-12 and 1e12 meets this budget")
+    raise ValueError("no noise multiplier between 1e-3 and 1e9 meets this budget")
 
 
 def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
@@ -254,7 +262,8 @@ def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adj
 
     Guarantee: rounding is pessimistic at every grid, so the grid decides only how tight the bound is. Rounding
     one loss to a grid of width h adds about h^2/6 to its variance; h keeps the sum of these below
-    `GRID_ERROR` of the composition's variance.
+    `GRID_ERROR` of the composition's variance. The library convolves by FFT, whose round-off may lower delta by
+    about 1e-17 a release; asking at a delta smaller by ten times that covers it.
     """
     relation = dp_accounting.NeighboringRelation
     replace_one = adjacency == "replace-one"
@@ -280,7 +289,7 @@ def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adj
             neighboring_relation=relation.REPLACE_ONE if replace_one else relation.ADD_OR_REMOVE_ONE,
         )
         total = total.compose(one.self_compose(times))
-    return float(total.get_epsilon_for_delta(delta))
+    return float(total.get_epsilon_for_delta(max(delta - 1e-14 - 1e-16 * count, 0.0)))
 
 
 @contextmanager

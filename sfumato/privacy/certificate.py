@@ -1,8 +1,9 @@
 """What was promised, in a file that anybody can check without the data.
 
-The certificate is made from the ledger alone. Nothing in it depends on the private images except through a
-release: no hash of the input, no size, no training loss. `verify` recomputes epsilon from the events and
-compares hashes; it needs neither the model nor the images.
+The certificate is made from the ledger alone, and certifies the *plan* on its first line: a run that stopped early may
+have stopped because of what it saw, and then only the plan's epsilon holds. Nothing in it depends on the private images
+except through a release: no hash of the input, no size, no training loss. `verify` recomputes epsilon from the events
+and compares hashes; it needs neither the model nor the images.
 
 A seal (a hash of each field) names a field that was edited. It is no signature: a forger can seal again. What
 stands against forgery is the recomputation, the ledger that the certificate pins, and handing the certificate
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +29,20 @@ from sfumato.privacy.ledger import Ledger, LedgerError, digest
 
 FORMAT = "sfumato-certificate/1"
 GENERATOR = "operating system entropy; secure: OpenDP discrete Gaussian; fast: Philox, floating point"
+EVENT = {  # the fields of an event and their kinds
+    "name": str,
+    "times": int,
+    "sampling_prob": float,
+    "noise_multiplier": float,
+    "nonnegative": bool,
+    "noise": str,
+}
 TOLERANCE = 1e-4  # relative, between epsilons computed by different versions of the libraries
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The guarantee of a run. Guarantee: `epsilon` covers every charge in the ledger, used or not."""
+    """The guarantee of a run. Guarantee: `epsilon` covers every release of the plan, made or not."""
 
     guarantee: str
     epsilon: float | None
@@ -53,30 +63,8 @@ class Certificate:
 
     @classmethod
     def from_ledger(cls, ledger: Ledger, *, claimed: dict[str, Any] | None = None) -> Certificate:
-        """Guarantee: events are the ledger's charges; `void` and missing noise make the guarantee "none"."""
-        opening = ledger.opening
-        if opening is None:
-            raise LedgerError("the ledger is empty: there is nothing to certify")
-        events = _events(ledger.entries)
-        found, epsilon = _account(events, opening["delta"], opening["adjacency"])
-        private = epsilon is not None and ledger.void is None
-        forms = {event["name"]: event["noise"] for event in events}
-        return cls(
-            guarantee="differential-privacy" if private else "none",
-            epsilon=epsilon if private else None,
-            delta=opening["delta"],
-            adjacency=opening["adjacency"],
-            bounds=found,
-            events=events,
-            void=ledger.void or (None if private else "no noise was asked for (epsilon = inf)"),
-            noise={"generator": GENERATOR, **forms},
-            method=opening.get("method"),
-            parameters=opening.get("parameters", {}),
-            public_facts=opening.get("public_facts", {}),
-            claimed=claimed,
-            ledger=ledger.head,
-            software=_software(),
-        )
+        """Guarantee: what `_statement` says of the ledger's lines."""
+        return cls(**_statement(ledger.entries), claimed=claimed, software=_software())
 
     def with_outputs(self, folder: Path, names: list[str]) -> Certificate:
         """The same, with the SHA-256 of released files or folders, relative to where it will be saved."""
@@ -124,30 +112,29 @@ def verify(path: str | os.PathLike[str]) -> Verification:
 
     Guarantee: `ok` means that the events, as stated, give the stated epsilon at the stated delta and relation;
     that released files beside the certificate are the ones certified; and, where `ledger.jsonl` lies beside it,
-    that the ledger is whole and holds these very events.
+    that the ledger is whole and says the same. It reads nothing outside the certificate's folder.
     """
     source = Path(path)
+    names = list(Certificate.__dataclass_fields__)
     try:
-        content = json.loads(source.read_text("utf-8"))
-        names = list(Certificate.__dataclass_fields__)
+        content = json.loads(source.read_text("utf-8"), parse_constant=_refuse)
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
         missing = [name for name in [*names, "seal"] if name not in content]
-    except (OSError, ValueError, TypeError) as error:
+        digest(content)
+    except (OSError, ValueError, RecursionError) as error:
         return Verification([f"{source} is not a certificate: {error}"], None, None, [])
     if missing:
         return Verification([f"{name}: missing" for name in missing], None, None, [])
 
     problems = _seal_problems(content, names)
-    checked = ["seal"]
     if content["format"] != FORMAT:
         problems.append(f"format: {content['format']!r} is not {FORMAT!r}")
     problems += _epsilon_problems(content)
-    checked.append("epsilon")
-    for name, expected in content["outputs"].items():
-        target = source.parent / name
-        if not target.exists():
-            problems.append(f"outputs: {name} is missing")
-        elif file_digest(target) != expected:
-            problems.append(f"outputs: {name} is not the file that was certified")
+    checked = ["seal", "epsilon"]
+    outputs = content["outputs"] if isinstance(content["outputs"], dict) else {"?": None}
+    for name, expected in outputs.items():
+        problems += _output_problems(source.parent, name, expected)
         checked.append(name)
     ledger = source.parent / "ledger.jsonl"
     if ledger.exists():
@@ -157,30 +144,67 @@ def verify(path: str | os.PathLike[str]) -> Verification:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, or of the sorted names and digests of a folder's files."""
+    """SHA-256 of a file, or of a folder's sorted names and digests, marked as such. Links are refused."""
+    if path.is_symlink():
+        raise OSError(f"{path.name} is a link")
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        return digest([[p.relative_to(path).as_posix(), file_digest(p)] for p in files])
+        files = sorted(child for child in path.rglob("*") if child.is_symlink() or not child.is_dir())
+        return digest(["folder", *([file.relative_to(path).as_posix(), file_digest(file)] for file in files)])
+    if not path.is_file():
+        raise OSError(f"{path.name} is not a file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _events(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Charges, blocks of one release joined. Guarantee: as many releases as were charged, at their noise."""
-    joined: dict[str, dict[str, Any]] = {}
+def _statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a ledger's lines certify.
+
+    Guarantee: epsilon is that of the whole plan, which contains every charge; an `unprotected` line, or a release
+    without noise, makes the guarantee "none".
+    """
+    if not entries:
+        raise LedgerError("the ledger is empty: there is nothing to certify")
+    opening = entries[0]
+    events = opening["plan"]
+    planned = {event["name"]: event for event in events}
+    charged: Counter[str] = Counter()
     for entry in entries:
-        if entry["kind"] != "charge":
-            continue
-        content = {k: v for k, v in entry.items() if k not in ("seq", "kind", "times", "previous", "hash")}
-        joined.setdefault(digest(content), {**content, "times": 0})["times"] += entry["times"]
-    return list(joined.values())
+        if entry["kind"] == "charge":
+            event = {name: entry.get(name) for name in EVENT}
+            charged[entry["name"]] += entry["times"]
+            if {**event, "times": None} != {**planned.get(entry["name"], {}), "times": None}:
+                raise LedgerError(f"line {entry['seq'] + 1} charges for something that is not in the plan")
+    if over := [name for name, times in charged.items() if times > planned[name]["times"]]:
+        raise LedgerError(f"release {over[0]!r} was charged more often than planned")
+    found, epsilon = _account(events, opening["delta"], opening["adjacency"])
+    reasons = [entry["reason"] for entry in entries if entry["kind"] == "unprotected"]
+    reasons += ["no noise was asked for (epsilon = inf)"] if epsilon is None else []
+    return {
+        "guarantee": "none" if reasons else "differential-privacy",
+        "epsilon": None if reasons else epsilon,
+        "delta": opening["delta"],
+        "adjacency": opening["adjacency"],
+        "bounds": found,
+        "events": events,
+        "void": reasons[0] if reasons else None,
+        "noise": {"generator": GENERATOR, **{event["name"]: event["noise"] for event in events}},
+        "method": opening.get("method"),
+        "parameters": opening.get("parameters", {}),
+        "public_facts": opening.get("public_facts", {}),
+        "ledger": entries[-1]["hash"],
+    }
 
 
 def _account(
     events: list[dict[str, Any]], delta: float, adjacency: str
 ) -> tuple[dict[str, float | None], float | None]:
-    """(each bound, the least), infinities as None."""
+    """(each bound, the least), infinities as None. Guarantee: refuses fields of another kind than were written."""
+    if type(delta) is not float or not isinstance(adjacency, str):
+        raise ValueError("delta must be a number and adjacency a word")
     budget = Budget(math.inf, delta, adjacency)  # type: ignore[arg-type]  # refuses an unknown relation
+    for event in events:
+        if set(event) != set(EVENT) or any(type(event[name]) is not kind for name, kind in EVENT.items()):
+            raise ValueError(f"an event has the fields {', '.join(EVENT)}")
     releases = [
         Release(e["name"], e["times"], e["sampling_prob"], e["noise_multiplier"], nonnegative=e["nonnegative"])
         for e in events
@@ -201,7 +225,7 @@ def _epsilon_problems(content: dict[str, Any]) -> list[str]:
     """Guarantee: an understated epsilon, whatever was edited to get there, is named."""
     try:
         found, epsilon = _account(content["events"], content["delta"], content["adjacency"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, MemoryError) as error:
         return [f"events: cannot be accounted ({error})"]
     private = epsilon is not None and content["void"] is None
     expected = "differential-privacy" if private else "none"
@@ -215,22 +239,43 @@ def _epsilon_problems(content: dict[str, Any]) -> list[str]:
     return problems + [f"bounds: {name} does not follow from the events" for name in wrong]
 
 
-def _ledger_problems(content: dict[str, Any], path: Path) -> list[str]:
+def _output_problems(folder: Path, name: str, expected: Any) -> list[str]:
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        return [f"outputs: {name!r} is not inside the certificate's folder"]
     try:
-        entries = Ledger.read(path)
-    except LedgerError as error:
+        if not (folder / name).exists():
+            return [f"outputs: {name} is missing"]
+        same = file_digest(folder / name) == expected
+    except (OSError, ValueError) as error:
+        return [f"outputs: {name} cannot be checked ({error})"]
+    return [] if same else [f"outputs: {name} is not what was certified"]
+
+
+def _ledger_problems(content: dict[str, Any], path: Path) -> list[str]:
+    """Guarantee: the certificate says what the ledger says, field by field."""
+    try:
+        said = _statement(Ledger.read(path))
+    except (LedgerError, OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         return [f"ledger: {error}"]
-    if not entries or entries[-1]["hash"] != content["ledger"]:
+    if said["ledger"] != content["ledger"]:
         return ["ledger: ledger.jsonl is not the ledger that was certified"]
-    if _events(entries) != content["events"]:
-        return ["events: not those of ledger.jsonl"]
-    return []
+    numbers = ("epsilon", "bounds")  # recomputed above, within rounding
+    return [
+        f"{name}: ledger.jsonl says otherwise"
+        for name, value in said.items()
+        if name not in numbers and digest(value) != digest(content[name])
+    ]
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _close(stated: Any, computed: float | None) -> bool:
     if stated is None or computed is None:
         return stated is None and computed is None
-    return isinstance(stated, int | float) and math.isclose(stated, computed, rel_tol=TOLERANCE, abs_tol=1e-9)
+    return type(stated) is float and math.isclose(stated, computed, rel_tol=TOLERANCE, abs_tol=1e-9)
 
 
 def _software() -> dict[str, str]:

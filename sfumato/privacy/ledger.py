@@ -15,8 +15,11 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any, Self
+
+KINDS = ("open", "charge", "kept", "unprotected")
 
 
 class LedgerError(RuntimeError):
@@ -37,8 +40,11 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).resolve()  # one lock, whatever link led here
         self.entries: list[dict[str, Any]] = []
+        self.spending = threading.RLock()
+        self._owner = os.getpid()
+        self._open = True
         self._lock: int | None = None  # file descriptors: nothing is buffered between us and the disk
         self._file: int | None = None
         if self.path is not None:
@@ -79,20 +85,29 @@ class Ledger:
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a line. Guarantee: returns only after the line and the head are flushed to disk."""
-        entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
-        entry["hash"] = digest(entry)
-        if self.path is not None:
-            if self._file is None:
-                raise LedgerError(f"{self.path} is closed; nothing more can be charged to it")
-            line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-            if os.write(self._file, line) != len(line):
-                raise LedgerError(f"{self.path}: the disk is full; nothing was released")
-            os.fsync(self._file)
-            self._write_head(len(self.entries) + 1, entry["hash"])
-        self.entries.append(entry)
+        with self.spending:
+            self.check_open()
+            entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
+            entry["hash"] = digest(entry)
+            try:
+                self._write(entry)
+            except BaseException:
+                self.close()  # what is on the disk is unknown: nothing more may be spent here
+                raise
+            self.entries.append(entry)
+
+    def check_open(self) -> None:
+        """Guarantee: raises where a charge could be missed: closed, taken away, or in a forked process."""
+        if not self._open:
+            raise LedgerError("this ledger is closed; nothing more can be charged to it")
+        if os.getpid() != self._owner:
+            raise LedgerError("this ledger belongs to the parent process; a forked process cannot spend from it")
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            raise LedgerError(f"{self.path} was deleted; nothing more can be charged to it")
 
     def close(self) -> None:
         """Lets go of the ledger. Guarantee: later charges through this object raise."""
+        self._open = False
         for descriptor in (self._file, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
@@ -107,6 +122,8 @@ class Ledger:
     # -- files --------------------------------------------------------------------------------------------
 
     def _acquire(self, path: Path) -> None:
+        if path.suffix == ".lock":
+            raise LedgerError(f"{path}: a ledger cannot be named like its lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         _recorded_head(path)  # refuses before it creates anything
         self._lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
@@ -125,6 +142,15 @@ class Ledger:
             self.close()
             raise
 
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if os.write(self._file, line) != len(line):
+            raise LedgerError(f"{self.path}: the disk is full; nothing was released")
+        os.fsync(self._file)
+        self._write_head(len(self.entries) + 1, entry["hash"])
+
     def _write_head(self, count: int, head: str) -> None:
         assert self._lock is not None
         # In place and always of one length, so that a crash leaves the old head or the new one.
@@ -139,7 +165,7 @@ def _lock_path(path: Path) -> Path:
 def _recorded_head(path: Path) -> tuple[int, str]:
     """(lines, last hash) as of the last finished append. Guarantee: the ledger may have more, never fewer."""
     lock_path = _lock_path(path)
-    fields = lock_path.read_text(encoding="utf-8").split() if lock_path.exists() else []
+    fields = lock_path.read_bytes().decode(errors="replace").split() if lock_path.exists() else []
     if fields and fields[0].isdigit() and len(fields) == 1 + (int(fields[0]) > 0):
         return int(fields[0]), (fields[1:] or [""])[0]
     if fields or (path.exists() and path.stat().st_size):
@@ -155,10 +181,11 @@ def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]],
     previous = ""
     for number, line in enumerate(data[:length].splitlines(), 1):
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=_unique)
             body = {key: value for key, value in entry.items() if key != "hash"}
             intact = entry["hash"] == digest(body) and entry["previous"] == previous and entry["seq"] == len(entries)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            intact = intact and entry["kind"] in KINDS
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             intact = False
         if not intact:
             raise LedgerError(f"{path}, line {number}: edited after it was written; start a new run")
@@ -168,6 +195,14 @@ def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]],
     if len(entries) < count or (count and entries[count - 1]["hash"] != head):
         raise LedgerError(f"{path}: {count} lines were written and {len(entries)} are there; start a new run")
     return entries, length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys, of which a reader and a parser might see different ones."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return content
 
 
 def _flush_folder(folder: Path) -> None:

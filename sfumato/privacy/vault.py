@@ -30,7 +30,7 @@ from sfumato.privacy.sampling import poisson_sample
 
 Feature = Callable[[torch.Tensor], torch.Tensor]
 
-CLIP_MARGIN = 1e-6  # covers the rounding of float32 rows, so that the stated bound is never passed
+CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise beside other rows (seen: 3e-6 of a bound)
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
 PROBES = 6  # random public images on which a feature map must prove to be row-wise
 
@@ -77,11 +77,10 @@ class Vault:
         self.secure = secure
         self.ledger = ledger if ledger is not None else Ledger()
         self._images = records.images.detach()
-        self._labels = records.labels
+        self._labels = _checked(records.labels, len(self._images), len(self.classes))
         self._keep = keep
         self._batch_size = batch_size
         self._reserved: dict[str, int] = {}
-        self._widths: dict[str, int] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -115,15 +114,14 @@ class Vault:
         row only, so the whole matrix has that same bound, and replacing a record moves two rows by a bound each.
         """
         planned = self._planned(release, noise_multiplier, sampling_prob)
-        if not (math.isfinite(bound) and bound > 0):
-            raise ValueError(f"bound must be greater than 0, got {bound}")
+        if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a derivative
+            raise ValueError(f"bound must be a number between 1e-30 and 1e30, got {bound!r}")
         if (kept := self._kept(planned)) is not None:
             return kept
-        if release not in self._widths:
-            self._widths[release] = self._rowwise_width(feature)
+        width = self._rowwise_shape(feature).numel()
         secure = self._secure(planned)
         self._charge(planned)
-        exact, unit, radius = self._exact_sum(feature, planned, bound, by_class, secure)
+        exact, unit, radius = self._exact_sum(feature, planned, bound, width, by_class, secure)
         return self._keep_result(planned, self._noised(planned, exact, radius, secure) * unit)
 
     def map(self, transform: Feature) -> Vault:
@@ -131,13 +129,12 @@ class Vault:
 
         Guarantee: nothing leaves; same ledger, same plan, same reservations.
         """
-        self._rowwise_width(transform)
+        shape = self._rowwise_shape(transform)
+        parts = [torch.zeros(0, *shape)]
+        for index in self._batches(torch.arange(self._size)):
+            parts.append(self._rows(transform, index, shape).float().cpu())
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._widths = {}
-        with torch.no_grad():
-            parts = [transform(self._probes())[:0].float().cpu()]
-            parts += [transform(self._batch(index)).float().cpu() for index in self._batches(torch.arange(self._size))]
         mapped._images = torch.cat(parts)
         return mapped
 
@@ -163,27 +160,25 @@ class Vault:
 
         Guarantee: returns only when the charge is on the disk; raises `BudgetExceeded` rather than pass the plan.
         """
-        if not self._reserved.get(release.name):
+        with self.ledger.spending:
+            self.ledger.check_open()
+            self._reserve(release)
+            self._reserved[release.name] -= 1
+
+    def _reserve(self, release: Release) -> None:
+        """Guarantee: at least one release of this name is paid for and unused when this returns."""
+        if self._reserved.get(release.name, 0) < 1:
             left = release.times - self.ledger.charged(release.name)
             if left <= 0:
                 raise BudgetExceeded(
                     f"release {release.name!r} was charged all its {release.times} times: the budget is spent"
                 )
             block = min(left, math.ceil(release.times / 100))
-            self.ledger.append(
-                "charge",
-                name=release.name,
-                times=block,
-                sampling_prob=release.sampling_prob,
-                noise_multiplier=release.noise,
-                nonnegative=release.nonnegative,
-                noise="secure" if self._secure(release) else "fast",
-            )
+            self.ledger.append("charge", **{**self._event(release), "times": block})
             self._reserved[release.name] = block
-        self._reserved[release.name] -= 1
 
     def _exact_sum(
-        self, feature: Feature, release: Release, bound: float, by_class: bool, secure: bool
+        self, feature: Feature, release: Release, bound: float, width: int, by_class: bool, secure: bool
     ) -> tuple[torch.Tensor, float, float]:
         """(sum of clipped rows in units, the unit, the bound in units).
 
@@ -191,16 +186,14 @@ class Vault:
         whole units towards zero, which cannot lengthen them; their norm is checked in whole numbers, and sums are
         exact: float64 holds integers below 2^53, and a row's entries stay below 2^17 sqrt(features).
         """
-        width = self._widths[release.name]
         steps = math.ceil(GRID_STEPS * math.sqrt(width))
         unit, radius = (bound / steps, float(steps + 1)) if secure else (1.0, bound)
         groups = len(self.classes) if by_class else 1
         total = torch.zeros(groups, width, dtype=torch.float64, device=self.device)
         for index in self._batches(self._drawn(release)):
-            with torch.no_grad():
-                rows = feature(self._batch(index)).flatten(1)
-            if rows.shape != (len(index), width):
-                raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide after {width}")
+            rows = self._rows(feature, index).flatten(1)
+            if rows.shape[1] != width:
+                raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide, {width} on random images")
             rows = _clip(rows, bound, unit, release.nonnegative)
             if secure:
                 long = torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > radius
@@ -215,6 +208,17 @@ class Vault:
             return add_discrete_gaussian(exact.to(torch.int64), scale).double()
         return add_gaussian(exact, scale)
 
+    def _event(self, release: Release) -> dict[str, Any]:
+        """A release as ledger and certificate write it. Guarantee: all that epsilon depends on."""
+        return {
+            "name": release.name,
+            "times": release.times,
+            "sampling_prob": float(release.sampling_prob),
+            "noise_multiplier": float(release.noise),
+            "nonnegative": release.nonnegative,
+            "noise": "secure" if self._secure(release) else "fast",
+        }
+
     def _secure(self, release: Release) -> bool:
         """Exact discrete noise for releases made once; thousands of them take the fast form."""
         return self.secure and release.times == 1
@@ -223,7 +227,7 @@ class Vault:
 
     def _keep_result(self, release: Release, noised: torch.Tensor) -> torch.Tensor:
         """Stores what is public by now. Guarantee: never the exact sum; a crash before this loses the result only."""
-        result = noised.float().contiguous()
+        result = noised.detach().float().contiguous()
         if self._keep is not None and release.times == 1:
             self._keep.mkdir(parents=True, exist_ok=True)
             target = self._keep / f"{release.name}.safetensors"
@@ -257,9 +261,11 @@ class Vault:
             "epsilon": budget.epsilon if budget.private else None,
             "delta": budget.delta,
             "adjacency": budget.adjacency,
-            "plan": [release.to_dict() for release in self.plan.releases],
-            **facts,
+            "plan": [self._event(release) for release in self.plan.releases],
         }
+        if clash := opening.keys() & facts.keys():
+            raise ValueError(f"facts may not speak of {', '.join(sorted(clash))}: the plan does")
+        opening |= facts
         if self.ledger.opening is None:
             self.ledger.append("open", **opening)
             return
@@ -283,23 +289,29 @@ class Vault:
                 raise BudgetExceeded(f"release {name!r}: {what} {asked} was asked for, {planned} was planned")
         return release
 
-    def _rowwise_width(self, feature: Feature) -> int:
-        """Features per image, once `feature` has shown on public noise that rows do not depend on each other.
+    def _rowwise_shape(self, feature: Feature) -> torch.Size:
+        """Shape of a row, once `feature` has shown on public noise that rows do not depend on each other.
 
-        Guarantee: no private record is read. Batch statistics, such as batch norm in training mode, fail here.
+        Guarantee: no private record is read. Batch statistics, such as batch norm in training mode, and modules that
+        keep running statistics fail here. It is asked at every query, as networks change while they are trained.
         """
         probes = self._probes()
+        before = _buffers(feature)
         with torch.no_grad():
-            whole = feature(probes)
-            parts = torch.cat([feature(probes[:1]), feature(probes[1:].flip(0)).flip(0)])
+            whole = feature(probes).detach()
+            parts = torch.cat([feature(probes[:1]), feature(probes[1:].flip(0)).flip(0)]).detach()
+        if any(not torch.equal(old, new) for old, new in zip(before, _buffers(feature), strict=True)):
+            raise ValueError("this feature map keeps statistics of the images that it sees; use eval mode")
         if whole.shape[0] != PROBES or whole.shape != parts.shape:
             raise ValueError(f"a feature map must give one row per image, got {tuple(whole.shape)} for {PROBES} images")
+        if not whole.isfinite().all():
+            raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
         if not torch.allclose(whole.double(), parts.double(), rtol=1e-3, atol=1e-4 * float(whole.abs().max())):
             raise ValueError(
                 "this feature map mixes the images of a batch (batch norm in training mode?) or is random: "
                 "one image's influence could not be bounded. Use eval mode, draw randomness beforehand."
             )
-        return whole[0].numel()
+        return whole.shape[1:]
 
     # -- private parts ------------------------------------------------------------------------------------
 
@@ -322,6 +334,19 @@ class Vault:
         images = self._images[index].to(self.device)
         return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
 
+    def _rows(self, feature: Feature, index: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+        """The rows of these records. Guarantee: one for each, in order, cut off from every derivative.
+
+        `no_grad` alone would leave forward-mode tangents and graphs that the feature itself turns on.
+        """
+        with torch.no_grad():
+            rows = feature(self._batch(index)).detach()
+        if len(rows) != len(index) or (shape is not None and rows.shape[1:] != shape):
+            raise ValueError(
+                f"a feature map must give one row per image, got {tuple(rows.shape)} for {len(index)} images"
+            )
+        return rows
+
     def _membership(self, index: torch.Tensor, groups: int) -> torch.Tensor:
         """One-hot classes, [records, groups]; without labels or groups everything is in the one group."""
         if groups == 1 or self._labels is None:
@@ -333,6 +358,24 @@ class Vault:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a vault holds private images and cannot be copied or pickled")
+
+
+def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.Tensor | None:
+    """Labels that name one class for each record. Guarantee: a record belongs to exactly one block of a sum."""
+    if labels is None:
+        if classes != 1:
+            raise ValueError(f"there are {classes} classes but no labels")
+        return None
+    if labels.dtype != torch.int64 or labels.shape != (records,):
+        raise ValueError("labels must be int64, one for each image")
+    if records and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+        raise ValueError(f"labels must lie between 0 and {classes - 1}")
+    return labels.detach().clone()
+
+
+def _buffers(feature: Feature) -> list[torch.Tensor]:
+    """Copies of what a module remembers beside its parameters."""
+    return [buffer.clone() for buffer in feature.buffers()] if isinstance(feature, torch.nn.Module) else []
 
 
 def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> torch.Tensor:

@@ -153,7 +153,17 @@ def test_names_must_differ_and_noise_must_be_calibrated() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("times", 0), ("sampling_prob", 0.0), ("sampling_prob", 1.5), ("weight", 0), ("noise_multiplier", math.nan)],
+    [
+        ("times", 0),
+        ("times", 7.5),
+        ("times", True),
+        ("times", 10**10),
+        ("noise_multiplier", 1e-5),
+        ("sampling_prob", 0.0),
+        ("sampling_prob", 1.5),
+        ("weight", 0),
+        ("noise_multiplier", math.nan),
+    ],
 )
 def test_bad_releases_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
@@ -164,6 +174,19 @@ def test_bad_releases_are_refused(field: str, value: float) -> None:
 def test_bad_budgets_are_refused(bad: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="must"):
         Budget(*bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-12, 1e-14])
+def test_small_deltas_stay_upper_bounds(delta: float) -> None:
+    """With q next to 1 the composition is a Gaussian of known epsilon; round-off must not get below it."""
+    true = dp_accounting.get_epsilon_gaussian(50 / math.sqrt(10_000), delta)
+    found = bounds([Release("sum", 10_000, 1 - 1e-12, 50.0)], delta)
+    assert least(found) >= true * (1 - 1e-6)
+
+
+def test_a_delta_beyond_the_pld_is_met_by_rdp() -> None:
+    noise = noise_multiplier(epsilon=1, sampling_prob=0.1, steps=100, delta=1e-15)
+    assert 5 < noise < 100
 
 
 def test_library_remarks_do_not_reach_users(caplog: pytest.LogCaptureFixture) -> None:

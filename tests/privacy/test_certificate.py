@@ -113,7 +113,7 @@ def test_every_missing_field_is_named(folder: Path, field: str) -> None:
         (lambda c: c["events"][0].update(noise_multiplier=50.0), "epsilon"),
         (lambda c: c["events"][1].update(times=1), "epsilon"),
         (lambda c: c["events"][1].update(sampling_prob=0.01), "epsilon"),
-        (lambda c: c["events"][1].update(noise_multiplier=0), "guarantee"),
+        (lambda c: c["events"][1].update(noise_multiplier=0.0), "guarantee"),
         (lambda c: c["events"][1].update(noise_multiplier="x"), "events"),
         (lambda c: c["events"].pop(), "epsilon"),
         (lambda c: c.update(guarantee="none"), "guarantee"),
@@ -122,6 +122,19 @@ def test_every_missing_field_is_named(folder: Path, field: str) -> None:
         (lambda c: c["events"][1].update(name="other"), "events"),
         (lambda c: c.update(ledger="0" * 64), "ledger"),
         (lambda c: c.update(extra=1), "extra"),
+        (lambda c: c.update(epsilon=True), "epsilon"),
+        (lambda c: c["events"][1].update(times=True), "events"),
+        (lambda c: c["events"][1].update(times=1e30), "events"),
+        (lambda c: c["events"][1].update(noise_multiplier=1e-300), "events"),
+        (lambda c: c["events"][1].update(more=1), "events"),
+        (lambda c: c.update(method="other"), "method"),
+        (lambda c: c.update(public_facts={}), "public_facts"),
+        (lambda c: c.update(parameters={}), "parameters"),
+        (lambda c: c.update(noise={}), "noise"),
+        (lambda c: c["outputs"].update({"/dev/zero": "0"}), "outputs"),
+        (lambda c: c["outputs"].update({"../x": "0"}), "outputs"),
+        (lambda c: c["outputs"].update({"x" * 500: "0"}), "outputs"),
+        (lambda c: c.update(outputs=[1]), "outputs"),
     ],
 )
 def test_resealing_does_not_help_a_liar(folder: Path, change: Any, named: str) -> None:
@@ -131,13 +144,84 @@ def test_resealing_does_not_help_a_liar(folder: Path, change: Any, named: str) -
 
 def test_released_files_are_checked(folder: Path) -> None:
     (folder / "images.npz").write_bytes(b"other")
-    assert verify(folder / "certificate.json").problems == ["outputs: images.npz is not the file that was certified"]
+    assert verify(folder / "certificate.json").problems == ["outputs: images.npz is not what was certified"]
     (folder / "images.npz").unlink()
     (folder / "images" / "more.png").write_bytes(b"three")
     assert verify(folder / "certificate.json").problems == [
-        "outputs: images is not the file that was certified",
+        "outputs: images is not what was certified",
         "outputs: images.npz is missing",
     ]
+
+
+def test_a_folder_is_hashed_as_a_folder(folder: Path) -> None:
+    """Neither a link inside it nor a file that spells its listing passes."""
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "private.png").write_bytes(b"x")
+    (folder / "images" / "more").symlink_to(outside)
+    assert "link" in verify(folder / "certificate.json").problems[0]
+    (folder / "images" / "more").unlink()
+    assert verify(folder / "certificate.json").ok
+    (folder / "images").rename(folder / "kept")
+    (folder / "images").write_text("[]")
+    assert "images is not what was certified" in verify(folder / "certificate.json").problems[0]
+
+
+def honest(few_digits: ImageSet, folder: Path, adjacency: str, reason: str | None) -> dict[str, Any]:
+    """A certificate with its ledger beside it, as it should be."""
+    with Ledger(folder / "ledger.jsonl") as ledger:
+        vault = Vault(few_digits, Budget(1, adjacency=adjacency), [Release("counts")], ledger=ledger)  # type: ignore[arg-type]
+        vault.counts()
+        if reason:
+            vault.unprotected(reason)
+        Certificate.from_ledger(ledger).save(folder / "certificate.json")
+    assert verify(folder / "certificate.json").ok
+    content: dict[str, Any] = json.loads((folder / "certificate.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize("lie", ["void", "adjacency", "delta"])
+def test_a_consistent_lie_is_caught_by_the_ledger(lie: str, few_digits: ImageSet, tmp_path: Path) -> None:
+    content = honest(few_digits, tmp_path, "replace-one", "as published" if lie == "void" else None)
+    (other := tmp_path / "other").mkdir()
+    liar = honest(few_digits, other, "add-remove" if lie == "adjacency" else "replace-one", None)
+    liar["ledger"] = content["ledger"]
+    if lie == "delta":
+        liar |= {"delta": 0.5, "epsilon": 0.0, "bounds": dict.fromkeys(liar["bounds"], 0.0)}
+    liar["seal"] = {name: digest(value) for name, value in liar.items() if name != "seal"}
+    (tmp_path / "certificate.json").write_text(json.dumps(liar))
+    problems = verify(tmp_path / "certificate.json").problems
+    assert any(problem.startswith(f"{lie}: ledger.jsonl says otherwise") for problem in problems), problems
+
+
+def test_stopping_early_earns_no_smaller_epsilon(few_digits: ImageSet) -> None:
+    """When to stop may depend on what was seen; then only the whole plan's epsilon holds."""
+    ledger = Ledger()
+    vault = Vault(few_digits, Budget(1), [Release("steps", 1000)], ledger=ledger)
+    vault.sum(lambda images: images.flatten(1), release="steps", bound=1.0)
+    certificate = Certificate.from_ledger(ledger)
+    assert certificate.epsilon == pytest.approx(1, rel=1e-3)
+    assert certificate.events[0]["times"] == 1000
+
+
+def test_verify_never_raises(folder: Path) -> None:
+    """Random damage, resealed or not, ends in problems or changes nothing that is checked."""
+    import random
+
+    chance = random.Random(0)
+    original = (folder / "certificate.json").read_text()
+    odd = [None, True, -1, 0, 1.5, 1e30, "", "x", [], {}, [1], {"a": 1}, "\ud800", float("nan"), float("inf")]
+    for _ in range(150):
+        content = json.loads(original)
+        place: Any = content
+        while True:
+            key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], dict | list) or not place[key] or chance.random() < 0.3:
+                break
+            place = place[key]
+        place[key] = chance.choice(odd)
+        (folder / "certificate.json").write_text(json.dumps(content))
+        assert json.loads(original) == content or not verify(folder / "certificate.json").ok
 
 
 def test_an_edited_or_foreign_ledger_is_noticed(folder: Path) -> None:
@@ -151,7 +235,7 @@ def test_an_edited_or_foreign_ledger_is_noticed(folder: Path) -> None:
     assert verify(folder / "certificate.json").ok  # it may be left out; the events speak for themselves
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "null", "[" * 100_000, '{"a": NaN}', '{"a": "\\ud800"}'])
 def test_what_is_no_certificate_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "certificate.json"
     path.write_text(text)

@@ -65,6 +65,9 @@ def test_a_failed_flush_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module.os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             ledger.append("charge", name="b", times=1)
+        monkeypatch.undo()
+        with pytest.raises(LedgerError, match="closed"):  # what is on the disk is unknown
+            ledger.append("charge", name="b", times=1)
 
 
 @pytest.mark.parametrize("line", [0, 1, 3])
@@ -108,7 +111,7 @@ def test_other_tampering_is_noticed(path: Path, change: str) -> None:
         Ledger(path)
 
 
-@pytest.mark.parametrize("content", [None, "", "000000000002 abc\n", "x"])
+@pytest.mark.parametrize("content", [None, "", "000000000002 abc\n", "x", "\xff"])
 def test_a_missing_or_edited_head_is_noticed(path: Path, content: str | None) -> None:
     lock = path.with_suffix(".lock")
     lock.unlink() if content is None else lock.write_text(content)
@@ -152,6 +155,30 @@ def test_two_processes_cannot_spend_from_one_ledger(path: Path) -> None:
         assert "in use by another process" in other.stderr
         assert Ledger.read(path)  # looking is allowed
     assert subprocess.run([sys.executable, "-c", script, str(path)]).returncode == 0
+
+
+def test_links_lead_to_one_lock(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(path)
+    (tmp_path / "b.jsonl").symlink_to(path)
+    with Ledger(tmp_path / "a.jsonl"), pytest.raises(LedgerError, match="in use"):
+        Ledger(tmp_path / "b.jsonl")
+    with pytest.raises(LedgerError, match="named like its lock"):
+        Ledger(tmp_path / "c.lock")
+
+
+def test_a_deleted_ledger_takes_no_charge(path: Path) -> None:
+    with Ledger(path) as ledger:
+        path.unlink()
+        with pytest.raises(LedgerError, match="deleted"):
+            ledger.append("charge", name="a", times=1)
+
+
+def test_repeated_keys_are_refused(path: Path) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = lines[1].replace('"times": 2', '"times": 9, "times": 2')
+    path.write_text("".join(lines))
+    with pytest.raises(LedgerError, match="line 2: edited"):
+        Ledger(path)
 
 
 def test_a_closed_ledger_takes_no_charge(path: Path) -> None:

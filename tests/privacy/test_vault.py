@@ -207,6 +207,35 @@ def test_nothing_that_leaves_carries_a_gradient() -> None:
         assert answer.grad_fn is None
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
+def test_no_derivative_passes_the_vault() -> None:
+    """A graph that the feature turns on, a forward-mode tangent, a differentiable bound: none gets through."""
+    import torch.autograd.forward_ad as forward
+
+    weight = torch.nn.Parameter(torch.ones(16))
+    vault = Vault(records(), Budget(1), [Release("x", 10, 0.5), Release("y")])
+
+    def graph(images: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return images.flatten(1) * weight
+
+    for name in ("x", "y"):
+        assert not vault.sum(graph, release=name, bound=1.0).requires_grad
+    with forward.dual_level():
+        dual = forward.make_dual(torch.ones(16), torch.ones(16))
+        answer = vault.sum(lambda images: images.flatten(1) * dual, release="x", bound=1.0)
+        assert forward.unpack_dual(answer).tangent is None
+    _, tangent = torch.func.jvp(
+        lambda w: vault.sum(lambda images: images.flatten(1) * w, release="x", bound=1.0),
+        (torch.ones(16),),
+        (torch.ones(16),),
+    )
+    assert not tangent.any()
+    bound = torch.nn.Parameter(torch.tensor(100.0))
+    with pytest.raises(ValueError, match="bound must be a number"):
+        vault.sum(pixels, release="x", bound=bound)  # type: ignore[arg-type]
+
+
 # -- charges ----------------------------------------------------------------------------------------------
 
 
@@ -327,6 +356,38 @@ def test_a_result_lost_in_a_crash_stays_charged(tmp_path: Path, monkeypatch: pyt
         assert Certificate.from_ledger(ledger).epsilon == pytest.approx(1, rel=1e-3)
 
 
+def test_a_closed_or_forked_ledger_pays_for_nothing() -> None:
+    """Not even for what a block has reserved."""
+    ledger = Ledger()
+    vault = Vault(records(), Budget(1), [Release("x", 1000, 0.1)], ledger=ledger)
+    vault.sum(pixels, release="x", bound=1.0)
+    ledger._owner += 1  # as a forked process sees it
+    with pytest.raises(LedgerError, match="forked"):
+        vault.sum(pixels, release="x", bound=1.0)
+    ledger._owner -= 1
+    ledger.close()
+    with pytest.raises(LedgerError, match="closed"):
+        vault.sum(pixels, release="x", bound=1.0)
+    with pytest.raises(LedgerError, match="closed"):
+        vault.unprotected("late")
+
+
+def test_threads_do_not_share_a_charge() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    vault = Vault(records(), Budget(1), [Release("x", 60, 0.1)])
+
+    def ask(_: int) -> bool:
+        try:
+            vault.sum(pixels, release="x", bound=1.0)
+        except BudgetExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, range(100))) == 60
+
+
 def test_a_ledger_serves_one_plan_only(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
@@ -397,13 +458,69 @@ def test_a_features_own_tensors_are_left_alone(secure: bool) -> None:
 
 
 def test_a_feature_may_not_change_its_width() -> None:
+    vault = Vault(records(), Budget(1), [Release("x", 5)], batch_size=7)
+    with pytest.raises(ValueError, match="rows are 3 wide, 16 on random images"):
+        vault.sum(lambda i: i.flatten(1) if len(i) < 7 else i.flatten(1)[:, :3], release="x", bound=1.0)
+    with pytest.raises(ValueError, match="one row per image"):
+        vault.sum(lambda i: i.flatten(1) if len(i) < 7 else i.flatten(1)[:3], release="x", bound=1.0)
+
+
+def test_every_query_is_checked_and_infinity_hides_nothing() -> None:
     vault = Vault(records(), Budget(1), [Release("x", 5)])
     vault.sum(pixels, release="x", bound=1.0)
-    with pytest.raises(ValueError, match="3 wide after 16"):
-        vault.sum(lambda images: images.flatten(1)[:, :3], release="x", bound=1.0)
+    with pytest.raises(ValueError, match="mixes the images"):
+        vault.sum(lambda images: (images - images.mean(0)).flatten(1), release="x", bound=1.0)
+
+    def infinite(images: torch.Tensor) -> torch.Tensor:
+        rows = (images - images.mean(0)).flatten(1)
+        rows[0, 0] = math.inf
+        return rows
+
+    with pytest.raises(ValueError, match="NaN or infinity on random images"):
+        vault.sum(infinite, release="x", bound=1.0)
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf])
+def test_a_transform_may_not_drop_records() -> None:
+    """Labels would then belong to other images."""
+    data = records()
+    data.images[3] = 0
+    with pytest.raises(ValueError, match="one row per image"):
+        Vault(data, Budget(1), [Release("x")]).map(lambda images: images[images.flatten(1).std(1) > 1e-3])
+
+
+def test_modules_that_keep_statistics_are_refused() -> None:
+    norm = torch.nn.Sequential(torch.nn.InstanceNorm2d(1, track_running_stats=True, momentum=1.0), torch.nn.Flatten())
+    with pytest.raises(ValueError, match="keeps statistics"):
+        Vault(records(), Budget(1), [Release("x")]).sum(norm, release="x", bound=1.0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (None, ("a", "b")),
+        (torch.zeros(39, dtype=torch.int64), ("a",)),
+        (torch.zeros(40), ("a",)),
+        (torch.full((40,), 3), ("a", "b", "c")),
+        (torch.full((40,), -1), ("a", "b", "c")),
+    ],
+)
+def test_labels_must_put_each_record_into_one_class(labels: torch.Tensor | None, classes: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="labels"):
+        Vault(Floats(records().images, labels, classes), Budget(1), [Release("x")])
+
+
+def test_facts_cannot_speak_for_the_plan() -> None:
+    with pytest.raises(ValueError, match="delta"):
+        Vault(records(), Budget(1), [Release("x")], facts={"delta": 1e-3})
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "a b", "x" * 65])
+def test_release_names_are_plain(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        Release(name)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, 1e-300, 1e300])
 def test_bad_bounds_are_refused(bound: float) -> None:
     with pytest.raises(ValueError, match="bound"):
         Vault(records(), Budget(1), [Release("x")]).sum(pixels, release="x", bound=bound)
