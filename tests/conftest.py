@@ -7,6 +7,8 @@ import torch
 
 from sfumato.data import ImageSet, load_images
 
+torch.set_num_threads(1)  # the data are small: threads would only wait for each other
+
 
 @pytest.fixture(scope="session")
 def digits() -> ImageSet:

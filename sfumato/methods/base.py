@@ -101,7 +101,7 @@ class Synthesizer(ABC):
                 self._budget(),
                 self._releases(public),
                 ledger=ledger,
-                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _facts(public)},
+                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(asdict(public))},
                 keep=None if folder is None else folder / "releases",
                 device=self.torch_device,
                 secure=self.secure,
@@ -129,12 +129,12 @@ class Synthesizer(ABC):
 
     def save(self, folder: str | Path) -> Path:
         """Writes the model (safetensors and JSON) and its certificate."""
-        target = Path(folder)
+        target, public = Path(folder), self._fitted()
         content = {
             "format": FORMAT,
             "method": self.key,
             "parameters": self.certificate_.parameters,
-            "public": asdict(self._fitted()),
+            "public": asdict(public),
         }
         with replacing(target / "model.safetensors", overwrite=True) as partial:
             save_file({name: value.detach().cpu().contiguous() for name, value in self._state().items()}, partial)
@@ -191,12 +191,14 @@ class Synthesizer(ABC):
 
     def _json_params(self) -> dict[str, Any]:
         """The parameters as JSON can hold them; `from_json` reads them back."""
-        return {name: "inf" if value == math.inf else value for name, value in self.get_params().items()}
+        params = {name: "inf" if value == math.inf else value for name, value in self.get_params().items()}
+        return _plain(params)
 
     @classmethod
     def from_json(cls, params: dict[str, Any]) -> Self:
-        values: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in params.items()}
-        return cls(**values)
+        special: dict[str, Any] = {name: math.inf for name, value in params.items() if value == "inf"}
+        special |= {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
+        return cls(**{**params, **special})
 
     def _budget(self) -> Budget:
         return Budget(float(self.epsilon), float(self.delta), self.adjacency)
@@ -253,7 +255,7 @@ def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(counts)), counts)
 
 
-def _facts(public: PublicFacts) -> dict[str, Any]:
-    """As the certificate lists them; JSON has lists where Python has tuples."""
-    content: dict[str, Any] = json.loads(json.dumps(asdict(public)))
-    return content
+def _plain(content: dict[str, Any]) -> dict[str, Any]:
+    """As it will be read back: JSON has lists where Python has tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(content, allow_nan=False))
+    return plain

@@ -1,0 +1,166 @@
+"""The estimator: parameters, registry, saving, sampling."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfumato as sf
+from sfumato.data import DataError, ImageSet
+from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
+from sfumato.privacy import BudgetExceeded
+
+QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def fitted(few_digits: ImageSet) -> Synthesizer:
+    return sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits)
+
+
+def test_parameters_are_stored_and_set() -> None:
+    model = sf.create("dp-merf", epsilon=2.0)
+    assert model.get_params()["epsilon"] == 2.0
+    assert model.set_params(steps=7).get_params()["steps"] == 7
+    with pytest.raises(ValueError, match="did you mean 'steps'"):
+        model.set_params(step=7)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"epsilom": 1}, "did you mean 'epsilon'"),
+        ({"epsilon": 0}, "epsilon must be greater than 0"),
+        ({"delta": 1.0}, "delta must lie"),
+        ({"adjacency": "swap"}, "adjacency must be one of"),
+        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"steps": "many"}, "steps must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"ema": "x"}, "ema must be a number"),
+        ({"window": (1,)}, "window must be 2 numbers"),
+        ({"secure": 1}, "secure must be True or False"),
+        ({"device": "gpu"}, "device must be"),
+        ({"device": 3}, "device must be text"),
+    ],
+)
+def test_bad_parameters_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sf.create("dp-merf", **params)
+
+
+def test_unknown_methods_are_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'dp-merf'"):
+        sf.create("dp-mref")
+    with pytest.raises(ValueError, match="there are dp-merf"):
+        sf.create("zzz")
+
+
+def test_an_unfitted_model_says_so() -> None:
+    with pytest.raises(NotFittedError, match="call fit first"):
+        sf.create("dp-merf").sample(3)
+
+
+def test_sampling(fitted: Synthesizer) -> None:
+    assert fitted.sample(7).images.shape == (7, 1, 8, 8)
+    assert fitted.sample(5, labels=2).labels.tolist() == [2] * 5  # type: ignore[union-attr]
+    assert fitted.sample(5, labels="3").labels.tolist() == [3] * 5  # type: ignore[union-attr]
+    assert fitted.sample(3, labels=[2, 0, 1]).labels.tolist() == [2, 0, 1]  # type: ignore[union-attr]
+    assert torch.equal(fitted.sample(9, seed=1).images, fitted.sample(9, seed=1).images)
+    for bad in ({"n": 0}, {"n": 2, "labels": [1]}, {"n": 2, "labels": 9}, {"n": 2, "labels": "x"}):
+        with pytest.raises(ValueError, match=r"at least 1|labels|no class"):
+            fitted.sample(**bad)  # type: ignore[arg-type]
+
+
+def test_allocation_adds_up() -> None:
+    for n in (1, 7, 100):
+        labels = _allocate(n, torch.tensor([3.0, -2.0, 1.5, 0.2]))
+        assert len(labels) == n
+        assert 1 not in labels
+    assert torch.bincount(_allocate(10, torch.zeros(5))).tolist() == [2] * 5
+
+
+def test_saving_and_loading(fitted: Synthesizer, tmp_path: Path) -> None:
+    again = sf.load(fitted.save(tmp_path / "model"), device="cpu")
+    assert torch.equal(again.sample(9).images, fitted.sample(9).images)
+    assert again.get_params() == fitted.get_params()
+    assert again.certificate_ == fitted.certificate_
+    assert not list(tmp_path.rglob("*.pkl"))
+
+
+@pytest.mark.parametrize("damage", ["absent", "no-config", "not-json", "other-format", "no-weights"])
+def test_what_is_no_model_is_refused(damage: str, fitted: Synthesizer, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if damage != "absent":
+        fitted.save(folder)
+    config = folder / "config.json"
+    if damage == "no-config":
+        config.unlink()
+    elif damage == "not-json":
+        config.write_text("{")
+    elif damage == "other-format":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "format": "x"}))
+    elif damage == "no-weights":
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"model|format"):
+        sf.load(folder)
+
+
+def test_a_run_folder_is_used_once(few_digits: ImageSet, tmp_path: Path) -> None:
+    model = sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path)
+    with pytest.raises(DataError, match="holds a run already"):
+        sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path)
+    resumed = sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+    assert torch.equal(model.sample(5).images, resumed.sample(5).images)
+    with pytest.raises(sf.LedgerError, match="another epsilon"):
+        sf.create("dp-merf", epsilon=4.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+
+
+def test_an_interrupted_fit_leaves_no_stale_certificate(
+    few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sf.create("dp-merf", epsilon=0.5, **QUICK).fit(few_digits)
+    model.set_params(epsilon=50.0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(model), "_fit_generator", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(few_digits)
+    with pytest.raises(NotFittedError):
+        model.save(tmp_path)
+
+
+def test_a_vault_outlives_no_fit(few_digits: ImageSet) -> None:
+    """A method that keeps its vault cannot spend after the certificate was made."""
+    kept: list[Any] = []
+
+    class Late(sf.methods.dp_merf.MeanEmbedding):  # type: ignore[name-defined, misc]
+        def _fit(self, vault: Any, public: Any) -> None:
+            kept.append(vault)
+            super()._fit(vault, public)
+
+    Late(epsilon=3.0, **QUICK).fit(few_digits)
+    with pytest.raises((BudgetExceeded, sf.LedgerError)):
+        kept[0].counts()
+    with pytest.raises(sf.LedgerError, match="closed"):
+        kept[0].unprotected("late")
+
+
+def test_no_noise_is_said_plainly(few_digits: ImageSet, tmp_path: Path) -> None:
+    model = sf.create("dp-merf", epsilon=math.inf, **QUICK).fit(few_digits, run_dir=tmp_path)
+    assert model.certificate_.guarantee == "none"
+    assert sf.load(tmp_path).get_params()["epsilon"] == math.inf
+    assert sf.verify(tmp_path / "certificate.json").ok
+
+
+def test_fitting_leaves_the_users_generator_alone(few_digits: ImageSet) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits).sample(3)
+    assert torch.equal(before, torch.get_rng_state())
