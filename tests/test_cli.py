@@ -206,7 +206,7 @@ def test_demo_works_on_the_embedded_digits(tmp_path: Path, run: Any, monkeypatch
 
     monkeypatch.setattr(demo, "find_named", lambda name: None)
     quick = {"features": 60, "steps": 3, "batch_size": 20}
-    monkeypatch.setattr(demo, "create", lambda key, **params: sf.create(key, **{**quick, **params}))
+    monkeypatch.setattr(demo, "create", lambda key, **params: sf.create(key, **{**params, **quick}))
     status, out, _ = run("demo", "--out", tmp_path / "demo", "--json")
     assert status == 0
     content = json.loads(out)
