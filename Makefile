@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow benchmarks clean
+.PHONY: demo test slow clean
 
 demo: $(READY)
 	$(BIN)/sfumato demo --out demo

@@ -1,6 +1,7 @@
 """Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check."""
 
 from sfumato.data import DataError, ImageSet, load_images, save_images
+from sfumato.evaluate import evaluate
 from sfumato.methods.registry import create, list_methods, load
 from sfumato.privacy import (
     Budget,
@@ -29,6 +30,7 @@ __all__ = [
     "Vault",
     "create",
     "epsilon",
+    "evaluate",
     "list_methods",
     "load",
     "load_images",

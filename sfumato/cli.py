@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import sfumato as sf
-from sfumato.data import DataError, DataWarning, find_named, get_named, named_sets
+from sfumato.data import DataError, DataWarning, contact_sheet, find_named, get_named, named_sets
+from sfumato.data.atomic import replacing
 from sfumato.demo import run_demo
+from sfumato.evaluate import compare, measure_private, summary
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import DEFAULT
 from sfumato.privacy.accounting import Plan, Release, bounds, least
@@ -174,15 +177,49 @@ def synth(
     model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency, seed=seed, device=device)
     check_output(target, resume)
     images = _load(data, size, mode, split, unlabelled, on_error)
-    shape = images.shape
-    held_out = None
-    if test is not None:
-        held_out = _load(
-            test, shape[1] if shape[1] == shape[2] else size, _mode_of(shape), "test", unlabelled, on_error
-        )
+    held_out = None if test is None else _load_like(test, images.shape, "test", unlabelled, on_error)
     with _resumable():
         result = synthesize(model, images, target, number=number, test=held_out, resume=resume)
     _print_json(result.to_dict()) if as_json else _print_synthesis(result)
+
+
+@app.command(
+    epilog="Examples: sfumato evaluate shared/ --test held-out/ ; sfumato evaluate a.npz b.npz c/ --test mnist"
+)
+def evaluate(
+    sets: Annotated[list[str], typer.Argument(help="Synthetic sets: folders that synth made, or any image set.")],
+    test: Annotated[str, typer.Option(help="Real images, declared public by this.")],
+    train: Annotated[
+        str | None, typer.Option(help="The private images: nearest neighbours, into private/ only.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="quick, full or condensed.")] = "quick",
+    network: Annotated[str, typer.Option(help="Feature network, or none: effnet_lite0, inception.")] = "effnet_lite0",
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSON file for all figures; a picture of each set beside it.")
+    ] = None,
+    unlabelled: Unlabelled = False,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Utility and fidelity of synthetic sets against public test images, in one table."""
+    loaded = {name: _load_synthetic(name, unlabelled) for name in sets}
+    shape = next(iter(loaded.values())).shape
+    held_out = _load_like(test, shape, "test", unlabelled)
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    feature_network = None if network == "none" else network
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=place)
+        if train is not None:
+            private = (target.parent if target is not None else Path()) / "private"
+            measure_private(next(iter(loaded.values())), _load_like(train, shape, "train", unlabelled), private)
+    _print_warnings(caught)
+    if target is not None:
+        with replacing(target, overwrite=True) as partial:
+            partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        for number, images in enumerate(loaded.values(), 1):
+            contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
+    _print_json(found) if as_json else _print_comparison(found)
 
 
 @app.command(epilog="Examples: sfumato account -s 1.1 -q 0.01 -t 10000 ; sfumato account -e 1 -q 0.01 -t 10000")
@@ -304,13 +341,22 @@ def _load(source: str, size: int | None, mode: str | None, split: str, unlabelle
             on_error=cast(Literal["raise", "skip"], on_error),
             progress=advance,
         )
-    for warning in caught:
-        err.print(f"[yellow]warning[/yellow]: {escape(str(warning.message))}")
+    _print_warnings(caught)
     return images
 
 
-def _mode_of(shape: tuple[int, int, int]) -> str:
-    return "grey" if shape[0] == 1 else "rgb"
+def _load_like(
+    source: str, shape: tuple[int, int, int], split: str, unlabelled: bool, on_error: str = "raise"
+) -> sf.ImageSet:
+    """Images of the same shape as others: resized where those are square."""
+    size = shape[1] if shape[1] == shape[2] else None
+    return _load(source, size, "grey" if shape[0] == 1 else "rgb", split, unlabelled, on_error)
+
+
+def _load_synthetic(source: str, unlabelled: bool) -> sf.ImageSet:
+    """A synthetic set; of a folder that `synth` made, its images."""
+    inside = Path(source) / "images.npz"
+    return _load(str(inside) if inside.exists() else source, None, None, "train", unlabelled, "raise")
 
 
 def _promise(certificate: sf.Certificate) -> str:
@@ -343,6 +389,20 @@ def _print_synthesis(result: Synthesis) -> None:
         out.print(f"a small CNN trained on the synthetic images: {result.accuracy} on the test images")
     out.print(f"look at  {folder}/samples.png\nimages   {folder}/images/ and images.npz ({result.number})")
     out.print(f"check    sfumato verify {folder}/certificate.json")
+
+
+def _print_comparison(found: dict[str, dict[str, Any]]) -> None:
+    """Figures down, sets across: names of measures are long, and sets few."""
+    lines = {name: summary(metrics) for name, metrics in found.items()}
+    table = Table("", *(escape(name) for name in lines))
+    for measure in dict.fromkeys(key for line in lines.values() for key in line):
+        table.add_row(measure, *(line.get(measure, "") for line in lines.values()))
+    out.print(table)
+
+
+def _print_warnings(caught: list[warnings.WarningMessage]) -> None:
+    for warning in caught:
+        err.print(f"[yellow]warning[/yellow]: {escape(str(warning.message))}", soft_wrap=True)
 
 
 def _print_json(content: Any) -> None:

@@ -72,7 +72,7 @@ def synthesize(
     metrics: dict[str, Any] = {}
     if test is not None:
         accuracy = downstream_accuracy(synthetic, test, device=model.torch_device)
-        metrics["small_cnn"] = {"mean": accuracy.mean, "sd": accuracy.sd, "values": accuracy.values}
+        metrics["utility"] = {"small_cnn": accuracy.to_dict()}
     with replacing(folder / "metrics.json", overwrite=True) as partial:
         partial.write_text(json.dumps(metrics, indent=2) + "\n", "utf-8")
     outputs = ["images", "images.npz", "samples.png", "model.safetensors"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 import sfumato as sf
 from sfumato import cli
 from sfumato.data import ImageSet, save_images
+from sfumato.evaluate import PROFILES, Recipe
 
 QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "--device", "cpu"]
 
@@ -64,7 +66,7 @@ def test_synth_fills_its_folder(synthetic: Path, run: Any) -> None:
     images = sf.load_images(synthetic / "images.npz")
     assert len(images) == 40
     assert images.shape == (1, 8, 8)
-    assert 0 <= json.loads((synthetic / "metrics.json").read_text())["small_cnn"]["mean"] <= 100
+    assert 0 <= json.loads((synthetic / "metrics.json").read_text())["utility"]["small_cnn"]["mean"] <= 100
     with Image.open(synthetic / "samples.png") as picture:
         assert min(picture.size) > 100
     status, out, _ = run("verify", synthetic / "certificate.json")
@@ -85,6 +87,36 @@ def test_sampling_goes_on_for_ever(synthetic: Path, tmp_path: Path, run: Any) ->
     status, _, err = run("sample", synthetic, "-n", "5", "--label", "two", "--out", tmp_path / "two.npz")
     assert set(np.load(tmp_path / "two.npz")["labels"]) == {2}
     assert run("sample", synthetic, "--label", "five", "--out", tmp_path / "five.npz")[0] == 2
+
+
+def test_evaluate_compares_sets_in_one_table(
+    synthetic: Path, folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = PROFILES["quick"]
+    monkeypatch.setitem(PROFILES, "quick", replace(quick, classifiers=("logistic", "small_cnn"), recipe=Recipe(1)))
+    options = ["--test", folder, "--network", "none", "--device", "cpu"]
+    status, out, err = run("evaluate", synthetic, synthetic / "images", *options, "--out", tmp_path / "all.json")
+    assert status == 0, err
+    assert "logistic" in out
+    content = json.loads((tmp_path / "all.json").read_text())
+    assert list(content) == [str(synthetic), str(synthetic / "images")]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"all_1.png", "all_2.png"}
+    assert set(content[str(synthetic)]["utility"]) == {"logistic", "small_cnn", "convolutional"}
+    status, out, err = run(
+        "evaluate", synthetic, *options, "--train", folder, "--out", tmp_path / "one" / "metrics.json", "--json"
+    )
+    assert status == 0
+    assert "private" in err
+    assert "distance" not in out
+    assert (tmp_path / "one" / "private" / "neighbours.png").exists()
+    for bad, message in (
+        (["evaluate", synthetic, "--test", "digits", "--network", "none"], "classes"),
+        (["evaluate", synthetic, *options, "--profile", "fast"], "no profile"),
+        (["evaluate", tmp_path / "absent", *options], "does not exist"),
+    ):
+        status, _, err = run(*bad)
+        assert status == 1
+        assert message in err
 
 
 def test_an_edited_certificate_fails(synthetic: Path, tmp_path: Path, run: Any) -> None:
@@ -126,7 +158,10 @@ def test_lists(run: Any) -> None:
     assert any(item["name"] == "digits" and item["found"] for item in json.loads(run("data", "list", "--json")[1]))
 
 
-@pytest.mark.parametrize("command", ["methods", "plan", "fit", "sample", "synth", "account", "verify", "data", "demo"])
+COMMANDS = ["methods", "plan", "fit", "sample", "synth", "evaluate", "account", "verify", "data", "demo"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, run: Any) -> None:
     status, out, _ = run(command, "--help")
     assert status == 0

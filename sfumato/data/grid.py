@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ GAP = 2
 MOST_ROWS = 20
 LONGEST_NAME = 24
 FONT_SIZE = 14
+FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf")
 
 
 def contact_sheet(images: ImageSet, path: str | Path, *, per_class: int = 10, scale: int | None = None) -> Path:
@@ -30,7 +32,8 @@ def contact_sheet(images: ImageSet, path: str | Path, *, per_class: int = 10, sc
     enlarge = scale or max(1, math.ceil(CELL / min(height, width)))
     rows, names = _rows(images, per_class)
     columns = max(len(row) for row in rows)
-    font = ImageFont.load_default(size=FONT_SIZE)
+    font, every_letter = _font()
+    names = names if every_letter else [_plain(name) for name in names]
     margin = max((math.ceil(font.getlength(name)) for name in names), default=0)
     margin = margin + 4 * GAP if margin else 0
     tall, wide = height * enlarge + GAP, width * enlarge + GAP
@@ -62,6 +65,22 @@ def _rows(images: ImageSet, per_class: int) -> tuple[list[list[int]], list[str]]
         chosen_labels = list(chosen)
     rows = [torch.nonzero(images.labels == label)[:per_class, 0].tolist() for label in chosen_labels]
     return rows, [_short(images.classes[label]) for label in chosen_labels]
+
+
+def _font() -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
+    """A font of the system that knows accents and alphabets, or Pillow's own, which does not."""
+    for name in FONTS:
+        try:
+            return ImageFont.truetype(name, FONT_SIZE), True
+        except OSError:
+            continue
+    return ImageFont.load_default(size=FONT_SIZE), False
+
+
+def _plain(name: str) -> str:
+    """The name in ASCII: é becomes e, what has no such letter a question mark."""
+    letters = (letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
+    return "".join(letter if letter.isascii() else "?" for letter in letters)
 
 
 def _short(name: str) -> str:

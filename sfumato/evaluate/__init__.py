@@ -1,5 +1,27 @@
-"""Measures of a synthetic set: what a classifier learns from it."""
+"""Measures of a synthetic set: what a classifier learns from it, and how close it is to real images."""
 
-from sfumato.evaluate.classifiers import Accuracy, aligned, downstream_accuracy
+from sfumato.evaluate.classifiers import CLASSIFIERS, Accuracy, Recipe, aligned, downstream_accuracy
+from sfumato.evaluate.evaluation import (
+    PROFILES,
+    PrivateMeasurementWarning,
+    compare,
+    evaluate,
+    measure_private,
+    summary,
+)
+from sfumato.evaluate.fidelity import fidelity
 
-__all__ = ["Accuracy", "aligned", "downstream_accuracy"]
+__all__ = [
+    "CLASSIFIERS",
+    "PROFILES",
+    "Accuracy",
+    "PrivateMeasurementWarning",
+    "Recipe",
+    "aligned",
+    "compare",
+    "downstream_accuracy",
+    "evaluate",
+    "fidelity",
+    "measure_private",
+    "summary",
+]

@@ -76,3 +76,17 @@ def test_failure_leaves_the_old_sheet(tmp_path, digits, monkeypatch):
 def test_bad_options(tmp_path, digits):
     with pytest.raises(DataError, match="per_class=0"):
         contact_sheet(digits, tmp_path / "x.png", per_class=0)
+
+
+def test_accents_are_drawn_or_replaced(digits, tmp_path, monkeypatch):
+    """With no font of the system, names are spelled in ASCII rather than in empty boxes."""
+    from sfumato.data import grid
+
+    assert grid._plain("méningiome à β") == "meningiome a ?"
+    monkeypatch.setattr(grid, "FONTS", ())
+    assert grid._font()[1] is False
+    names = [f"é{number}" for number in range(len(digits.classes))]
+    accented = contact_sheet(ImageSet(digits.images, digits.labels, names), tmp_path / "a.png")
+    plain_names = [name.replace("é", "e") for name in names]
+    plain = contact_sheet(ImageSet(digits.images, digits.labels, plain_names), tmp_path / "b.png")
+    assert accented.read_bytes() == plain.read_bytes()

@@ -211,7 +211,7 @@ def test_verify_never_raises(folder: Path) -> None:
     chance = random.Random(0)
     original = (folder / "certificate.json").read_text()
     odd = [None, True, -1, 0, 1.5, 1e30, "", "x", [], {}, [1], {"a": 1}, "\ud800", float("nan"), float("inf")]
-    for _ in range(150):
+    for _ in range(50):
         content = json.loads(original)
         place: Any = content
         while True:

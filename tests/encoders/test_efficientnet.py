@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_sample_image
+
+from sfumato.data import ImageSet
+from sfumato.encoders import Encoder, features
+from sfumato.encoders.efficientnet import WEIGHTS, EfficientNetLite0
+from sfumato.encoders.weights import find_weights, load_weights
+
+PALACE, DAISY = 698, 985  # ImageNet classes
+
+
+def test_number_of_parameters() -> None:
+    assert sum(parameter.numel() for parameter in EfficientNetLite0().parameters()) == 4_652_008
+
+
+def test_same_output_as_the_reference_package(effnet: Encoder) -> None:
+    reference_package = pytest.importorskip("efficientnet_lite_pytorch", reason="the reference is not installed")
+    path = str(find_weights(WEIGHTS))
+    with contextlib.redirect_stdout(io.StringIO()):
+        reference = reference_package.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
+    ours = EfficientNetLite0().eval()
+    load_weights(ours, find_weights(WEIGHTS))
+    x = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, pooled = reference(x), reference.extract_features(x).mean((2, 3))
+        for network in (ours, effnet.network):  # as loaded, and with batch norms folded
+            found_features, found_logits = network(x)
+            torch.testing.assert_close(found_features, pooled, atol=1e-4, rtol=0)
+            torch.testing.assert_close(found_logits, logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("file", "expected"), [("china.jpg", PALACE), ("flower.jpg", DAISY)])
+def test_recognises_a_photograph(effnet: Encoder, file: str, expected: int) -> None:
+    """Weights, resizing and normalisation together: scikit-learn's two photographs."""
+    photograph = np.array(load_sample_image(file))[:, 106:533]
+    found = features(ImageSet.from_arrays(photograph[None]), effnet, probabilities=True)
+    assert found.probabilities is not None
+    assert int(found.probabilities.argmax()) == expected
