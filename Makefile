@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test slow clean
 
 demo: $(READY)
-	$(BIN)/sfumato demo --out demo
+	$(BIN)/sfumato demo
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -19,7 +19,7 @@ slow: $(READY)
 	$(BIN)/pytest -m slow
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo demo-*
 
 # torch first and pinned: left open, it would bring gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt

@@ -22,7 +22,7 @@ from rich.table import Table
 import sfumato as sf
 from sfumato.data import DataError, DataWarning, contact_sheet, find_named, get_named, named_sets
 from sfumato.data.atomic import replacing
-from sfumato.demo import run_demo
+from sfumato.demo import free_folder, run_demo
 from sfumato.evaluate import compare, measure_private, summary
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import DEFAULT
@@ -306,12 +306,14 @@ def data_get(
 
 @app.command()
 def demo(
-    target: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")] = Path("demo"),
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to make; left out: demo, demo-2, …")
+    ] = None,
     epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Left out: one that suits the data.")] = None,
     as_json: Json = False,
 ) -> None:
     """Real images, a few minutes on two cores: a picture, a certificate, an accuracy."""
-    result = run_demo(target, epsilon)
+    result = run_demo(target or free_folder(), epsilon)
     _print_json(result.to_dict()) if as_json else _print_synthesis(result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 from sfumato.data import find_named, load_images
@@ -19,3 +20,9 @@ def run_demo(folder: Path, epsilon: float | None = None) -> Synthesis:
     model = create("dp-merf", epsilon=epsilon if epsilon is not None else (1.0 if large else 4.0), steps=1000)
     check_output(folder)
     return synthesize(model, load_images(name), folder, number=number, test=load_images(name, split="test"))
+
+
+def free_folder() -> Path:
+    """demo, or the first of demo-2, demo-3, … that is not there yet: a second run takes nothing from the first."""
+    names = (Path("demo" if number == 1 else f"demo-{number}") for number in count(1))
+    return next(path for path in names if not path.exists())

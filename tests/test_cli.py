@@ -242,9 +242,12 @@ def test_demo_works_on_the_embedded_digits(tmp_path: Path, run: Any, monkeypatch
     monkeypatch.setattr(demo, "find_named", lambda name: None)
     quick = {"features": 60, "steps": 3, "batch_size": 20}
     monkeypatch.setattr(demo, "create", lambda key, **params: sf.create(key, **{**params, **quick}))
-    status, out, _ = run("demo", "--out", tmp_path / "demo", "--json")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    status, out, _ = run("demo", "--json")
     assert status == 0
     content = json.loads(out)
+    assert content["out"] == "demo-2"
     assert content["guarantee"] == "differential-privacy"
     assert content["accuracy"] > 0
-    assert run("verify", tmp_path / "demo")[0] == 0
+    assert run("verify", "demo-2")[0] == 0

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,11 +90,10 @@ class Ledger:
             self.check_open()
             entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
             entry["hash"] = digest(entry)
-            try:
+            with ExitStack() as failed:
+                failed.callback(self.close)  # what is on the disk is then unknown: nothing more may be spent here
                 self._write(entry)
-            except BaseException:
-                self.close()  # what is on the disk is unknown: nothing more may be spent here
-                raise
+                failed.pop_all()
             self.entries.append(entry)
 
     def check_open(self) -> None:
@@ -127,20 +127,19 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         _recorded_head(path)  # refuses before it creates anything
         self._lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LedgerError(f"{path} is in use by another process; wait for it or stop it") from None
             self.entries, length = _parse(path, _recorded_head(path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             # A line cut short by a crash was never flushed, so its noise was never drawn: take it away.
             os.ftruncate(self._file, length)
             self._write_head(len(self.entries), self.head)
             _flush_folder(path.parent)
-        except BlockingIOError:
-            self.close()
-            raise LedgerError(f"{path} is in use by another process; wait for it or stop it") from None
-        except BaseException:
-            self.close()
-            raise
+            failed.pop_all()
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is None:
