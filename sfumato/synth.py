@@ -9,8 +9,8 @@ from typing import Any
 
 from sfumato.data import DataError, ImageSet, contact_sheet, save_images
 from sfumato.data.atomic import replacing
-from sfumato.evaluate import Accuracy, aligned, downstream_accuracy
-from sfumato.methods.base import Synthesizer
+from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
+from sfumato.methods.base import Synthesizer, started
 from sfumato.privacy import Certificate
 
 
@@ -41,13 +41,13 @@ def check_output(folder: Path, resume: bool = False) -> None:
         probe = folder / ".sfumato-probe"
         probe.touch()
         probe.unlink()
-        taken = any(folder.iterdir())
+        taken = any(path.name != "ledger.lock" for path in folder.iterdir() if path.stat().st_size or path.is_dir())
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from error
-    started = (folder / "ledger.jsonl").exists()
-    if started and not resume:
+    begun = started(folder)
+    if begun and not resume:
         raise DataError(f"{folder} holds a run already; go on with --resume or choose another folder")
-    if taken and not started:
+    if taken and not begun:
         raise DataError(f"{folder} is not empty; choose another folder")
 
 
@@ -62,7 +62,7 @@ def synthesize(
 ) -> Synthesis:
     """Fits `model` on private `images` and fills `folder`; `test` images are declared public by being given."""
     if test is not None:
-        aligned(test, images)  # refuses a test set that does not fit before anything is spent
+        check_comparable(test, model.public_facts(images))  # before anything is spent, and by public facts alone
     model.fit(images, run_dir=folder, resume=resume)
     synthetic = model.sample(number, seed=model.seed)
     save_images(synthetic, folder / "images", overwrite=True)

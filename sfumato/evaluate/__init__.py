@@ -1,6 +1,6 @@
 """Measures of a synthetic set: what a classifier learns from it, and how close it is to real images."""
 
-from sfumato.evaluate.classifiers import CLASSIFIERS, Accuracy, Recipe, aligned, downstream_accuracy
+from sfumato.evaluate.classifiers import CLASSIFIERS, Accuracy, Recipe, aligned, check_comparable, downstream_accuracy
 from sfumato.evaluate.evaluation import (
     PROFILES,
     PrivateMeasurementWarning,
@@ -18,6 +18,7 @@ __all__ = [
     "PrivateMeasurementWarning",
     "Recipe",
     "aligned",
+    "check_comparable",
     "compare",
     "downstream_accuracy",
     "evaluate",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.data import DataError, ImageSet
+from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.nets.augmentation import augment
 from sfumato.nets.classifiers import NETWORKS
 from sfumato.progress import track
@@ -96,8 +96,6 @@ def downstream_accuracy(
     assert labels is not None
     if len(torch.unique(labels)) < 2:
         raise DataError("the synthetic set has images of one class only; a classifier needs two")
-    if min(synthetic.shape[1:]) < LEAST_SIDE:
-        raise DataError(f"classifiers need images of at least {LEAST_SIDE} pixels a side")
     values, confusion = [], torch.zeros(len(test.classes), len(test.classes), dtype=torch.int64)
     if classifier == LOGISTIC:
         seeds = seeds[:1]  # a convex problem has one solution
@@ -111,18 +109,27 @@ def downstream_accuracy(
     return Accuracy(values, confusion.tolist())
 
 
+def check_comparable(test: ImageSet, public: PublicFacts) -> None:
+    """Raises unless classifiers of such images can be tested on `test`. Looks at public facts only."""
+    if not public.labelled or not test.labelled:
+        raise DataError("a classifier needs labels, on the synthetic images and on the test images")
+    if public.shape != test.shape:
+        raise DataError(
+            f"test images are {test.shape}, the others {public.shape}; read both with the same size and mode"
+        )
+    if unknown := [name for name in test.classes if name not in public.classes]:
+        raise DataError(f"the test set has classes ({', '.join(unknown)}) that the other set has not")
+    if unknown := [name for name in public.classes if name not in test.classes]:
+        raise DataError(f"there are classes ({', '.join(unknown)}) that the test set has not")
+    if min(public.shape[1:]) < LEAST_SIDE:
+        raise DataError(f"classifiers need images of at least {LEAST_SIDE} pixels a side")
+
+
 def aligned(test: ImageSet, like: ImageSet) -> ImageSet:
     """The test set with its classes numbered as in `like`, or an error that says why they cannot be compared."""
-    if like.labels is None or test.labels is None:
-        raise DataError("a classifier needs labels, on the synthetic images and on the test images")
-    if like.shape != test.shape:
-        raise DataError(f"test images are {test.shape}, the others {like.shape}; read both with the same size and mode")
+    check_comparable(test, like.public())
     names = list(like.classes)
-    if unknown := [name for name in test.classes if name not in names]:
-        raise DataError(f"the test set has classes ({', '.join(unknown)}) that the other set has not")
-    used = [names[label] for label in torch.unique(like.labels).tolist()]
-    if unknown := [name for name in used if name not in test.classes]:
-        raise DataError(f"there are images of classes ({', '.join(unknown)}) that the test set has not")
+    assert test.labels is not None
     order = torch.tensor([names.index(name) for name in test.classes])
     return ImageSet(test.images, order[test.labels], like.classes)
 

@@ -96,6 +96,8 @@ def measure_private(synthetic: ImageSet, train: ImageSet, folder: Path) -> None:
         PrivateMeasurementWarning,
         stacklevel=3,
     )
+    if any((parent / "certificate.json").exists() for parent in folder.resolve().parents):
+        raise DataError(f"{folder} lies in a folder that is made to be shared; put private results elsewhere (--out)")
     if synthetic.shape != train.shape:
         raise DataError(f"training images are {train.shape}, synthetic ones {synthetic.shape}; read both alike")
     some = torch.linspace(0, len(synthetic) - 1, min(SHOWN, len(synthetic))).long()

@@ -91,7 +91,9 @@ class Synthesizer(ABC):
         public = self.validate().public_facts(images)
         folder = None if run_dir is None else Path(run_dir)
         ledger_path = None if folder is None else folder / "ledger.jsonl"
-        if ledger_path is not None and ledger_path.exists() and not resume:
+        releases = self._releases(public)
+        calibrate(releases, self._budget())  # refuses before there is a ledger
+        if ledger_path is not None and started(ledger_path.parent) and not resume:
             raise DataError(f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder")
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # nothing of an earlier fit may meet this one's certificate
@@ -99,7 +101,7 @@ class Synthesizer(ABC):
             vault = self.vault_type(
                 images,
                 self._budget(),
-                self._releases(public),
+                releases,
                 ledger=ledger,
                 facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(asdict(public))},
                 keep=None if folder is None else folder / "releases",
@@ -191,8 +193,9 @@ class Synthesizer(ABC):
 
     def _json_params(self) -> dict[str, Any]:
         """The parameters as JSON can hold them; `from_json` reads them back."""
-        params = {name: "inf" if value == math.inf else value for name, value in self.get_params().items()}
-        return _plain(params)
+        kinds = {field.name: type(field.default) for field in fields(self)}
+        params = {name: _cast(value, kinds[name]) for name, value in self.get_params().items()}
+        return _plain({name: "inf" if value == math.inf else value for name, value in params.items()})
 
     @classmethod
     def from_json(cls, params: dict[str, Any]) -> Self:
@@ -253,6 +256,19 @@ def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
     order = (shares - counts).argsort(descending=True, stable=True)
     counts[order[: n - int(counts.sum())]] += 1
     return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
+def started(folder: Path) -> bool:
+    """Whether a run has written anything to its ledger there."""
+    ledger = folder / "ledger.jsonl"
+    return ledger.exists() and ledger.stat().st_size > 0
+
+
+def _cast(value: Any, kind: type) -> Any:
+    """1 and 1.0 are one setting: a ledger made with either can be resumed with the other."""
+    if kind is tuple:
+        return [float(part) for part in value]
+    return float(value) if kind is float else value
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:

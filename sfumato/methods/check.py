@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,17 @@ def _check_same(one: Run, other: Run) -> None:
 
 
 def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
-    """The state, and every attribute beside the parameters that is a tensor or a number."""
-    known = {field.name for field in fields(model)}
-    plain = {name: value for name, value in vars(model).items() if name not in known}
-    numbers = {
-        name: torch.as_tensor(value) for name, value in plain.items() if isinstance(value, torch.Tensor | float | int)
-    }
+    """The state, and the numbers in every attribute, parameters included."""
+    numbers = {name: torch.cat(_numbers(value)) for name, value in vars(model).items() if name != "vault_type"}
     return {**numbers, **{f"state {name}": value for name, value in model._state().items()}}
+
+
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """All numbers inside lists, tuples, dictionaries and tensors, in order."""
+    if isinstance(value, torch.Tensor | int | float):
+        return [torch.as_tensor(value).detach().double().flatten().cpu()]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [torch.zeros(0, dtype=torch.float64), *(part for item in inside for part in _numbers(item))]
 
 
 def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[Vault]) -> None:

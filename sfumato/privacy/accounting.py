@@ -42,7 +42,7 @@ from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
 GRID_POINTS = 250_000  # at most, for the loss of one release
 SEARCH_TOLERANCE = 1e-4  # of calibrated noise, relative; always on the safe side
-MOST_TIMES = 10**9
+MOST_TIMES = 10**7
 LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # outside, accountants lose their digits
 
 
@@ -67,11 +67,13 @@ class Release:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):  # names files, too
             raise ValueError(f"a release's name must be letters, digits, '-' and '_', got {self.name!r}")
         if type(self.times) is not int or not 1 <= self.times <= MOST_TIMES:
-            raise ValueError(f"release {self.name!r}: times must be a whole number from 1 to 1e9, got {self.times!r}")
+            raise ValueError(f"release {self.name!r}: times must be a whole number from 1 to 1e7, got {self.times!r}")
         if not 0 < self.sampling_prob <= 1:
             raise ValueError(f"release {self.name!r}: sampling_prob must lie in (0, 1], got {self.sampling_prob}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"release {self.name!r}: weight must be greater than 0, got {self.weight}")
+        if type(self.nonnegative) is not bool:
+            raise ValueError(f"release {self.name!r}: nonnegative must be True or False, got {self.nonnegative!r}")
         z = self.noise_multiplier
         if z is not None and not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
             raise ValueError(f"release {self.name!r}: noise_multiplier must be 0 or from 1e-3 to 1e9, got {z}")
@@ -133,7 +135,7 @@ def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "ad
     full, sampled = _merge(releases, adjacency)
     with _quiet():
         if not sampled:
-            found["exact"] = dp_accounting.get_epsilon_gaussian(full, delta)
+            found["exact"] = float(dp_accounting.get_epsilon_gaussian(full, delta))
         if not sampled or adjacency == "add-remove":
             found["rdp"] = _rdp(full, sampled, delta)
         found["pld"] = _pld(full, sampled, delta, adjacency)
@@ -172,7 +174,7 @@ def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
                     value = _rdp(full, sampled, budget.delta)
         return math.log(max(value, 1e-12) / budget.epsilon)
 
-    low, high = _bracket(excess, fixed)
+    low, high = _bracket(excess, _guess(releases, budget), fixed)
     log_scale = float(brentq(excess, low, high, xtol=SEARCH_TOLERANCE / 2))
     while not excess(log_scale) <= 0:
         log_scale += SEARCH_TOLERANCE / 4
@@ -221,11 +223,18 @@ def _scaled(releases: Sequence[Release], scale: float) -> list[Release]:
     return [r if r.noise_multiplier is not None else replace(r, noise_multiplier=noise(r.weight)) for r in releases]
 
 
-def _bracket(excess: Any, fixed: Sequence[Release]) -> tuple[float, float]:
-    """log-scales on either side of the budget, by steps of a factor of two from 1."""
-    at = excess(0.0)
+def _guess(releases: Sequence[Release], budget: Budget) -> float:
+    """log-scale at which a central limit would meet the budget: a place to start, no more."""
+    alone = dp_accounting.get_sigma_gaussian(budget.epsilon, budget.delta)
+    spread = sum(r.times * (r.sampling_prob * r.shift(budget.adjacency) / r.weight) ** 2 for r in releases)
+    return math.log(min(max(alone * math.sqrt(spread), 0.5), 1e6))
+
+
+def _bracket(excess: Any, start: float, fixed: Sequence[Release]) -> tuple[float, float]:
+    """log-scales on either side of the budget, by steps of a factor of two."""
+    at = excess(start)
     step = math.log(2) if at > 0 else -math.log(2)
-    here = 0.0
+    here = start
     while math.log(LEAST_NOISE) < here < math.log(MOST_NOISE):
         there = here + step
         if (excess(there) > 0) != (at > 0):
@@ -233,7 +242,9 @@ def _bracket(excess: Any, fixed: Sequence[Release]) -> tuple[float, float]:
         here = there
     if at > 0 and fixed:
         raise BudgetExceeded(f"the fixed noise of {fixed[0].name!r} alone is more than the budget allows")
-    raise ValueError("no noise multiplier between 1e-3 and 1e9 meets this budget")
+    raise ValueError(
+        "no noise multiplier between 1e-3 and 1e9 meets this budget; a larger delta or fewer steps may help"
+    )
 
 
 def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
@@ -269,7 +280,8 @@ def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adj
     replace_one = adjacency == "replace-one"
     spread = 2.0 if replace_one else 1.0
     variance = 1 / full**2
-    count, reach = int(math.isfinite(full)), 0.0
+    count = int(math.isfinite(full))
+    reach = 10 / full + 0.5 / full**2 if sampled else 0.0
     for q, z, times in sampled:
         variance += times * spread**2 * min(q**2 * math.expm1(min(1 / z**2, 600.0)), 1 / z**2)
         count += times

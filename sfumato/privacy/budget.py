@@ -30,6 +30,8 @@ class Budget:
     adjacency: Adjacency = "add-remove"
 
     def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):  # whole numbers and NumPy's are welcome; ledgers hold plain ones
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not self.epsilon > 0:
             raise ValueError(f"epsilon must be greater than 0, got {self.epsilon}")
         if not 0 < self.delta < 1:

@@ -25,7 +25,7 @@ from typing import Any
 
 from sfumato.privacy.accounting import Release, bounds, least
 from sfumato.privacy.budget import Budget
-from sfumato.privacy.ledger import Ledger, LedgerError, digest
+from sfumato.privacy.ledger import Ledger, LedgerError, digest, unique
 
 FORMAT = "sfumato-certificate/1"
 GENERATOR = "operating system entropy; secure: OpenDP discrete Gaussian; fast: Philox, floating point"
@@ -117,7 +117,7 @@ def verify(path: str | os.PathLike[str]) -> Verification:
     source = Path(path)
     names = list(Certificate.__dataclass_fields__)
     try:
-        content = json.loads(source.read_text("utf-8"), parse_constant=_refuse)
+        content = json.loads(source.read_text("utf-8"), parse_constant=_refuse, object_pairs_hook=unique)
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
         missing = [name for name in [*names, "seal"] if name not in content]
@@ -137,7 +137,7 @@ def verify(path: str | os.PathLike[str]) -> Verification:
         problems += _output_problems(source.parent, name, expected)
         checked.append(name)
     ledger = source.parent / "ledger.jsonl"
-    if ledger.exists():
+    if ledger.is_file():
         problems += _ledger_problems(content, ledger)
         checked.append("ledger.jsonl")
     return Verification(problems, content["epsilon"], content["guarantee"], checked)
@@ -240,10 +240,10 @@ def _epsilon_problems(content: dict[str, Any]) -> list[str]:
 
 
 def _output_problems(folder: Path, name: str, expected: Any) -> list[str]:
-    parts = Path(name).parts
-    if not parts or Path(name).is_absolute() or ".." in parts:
-        return [f"outputs: {name!r} is not inside the certificate's folder"]
     try:
+        inside = (folder / name).resolve() == folder.resolve() / name  # no links on the way, no ".."
+        if not name or Path(name).is_absolute() or not inside:
+            return [f"outputs: {name!r} is not inside the certificate's folder"]
         if not (folder / name).exists():
             return [f"outputs: {name} is missing"]
         same = file_digest(folder / name) == expected

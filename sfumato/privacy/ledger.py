@@ -86,6 +86,7 @@ class Ledger:
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a line. Guarantee: returns only after the line and the head are flushed to disk."""
+        self.check_open()  # before the lock too: a fork may have copied it locked
         with self.spending:
             self.check_open()
             entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
@@ -93,8 +94,8 @@ class Ledger:
             with ExitStack() as failed:
                 failed.callback(self.close)  # what is on the disk is then unknown: nothing more may be spent here
                 self._write(entry)
+                self.entries.append(entry)
                 failed.pop_all()
-            self.entries.append(entry)
 
     def check_open(self) -> None:
         """Guarantee: raises where a charge could be missed: closed, taken away, or in a forked process."""
@@ -180,7 +181,7 @@ def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]],
     previous = ""
     for number, line in enumerate(data[:length].splitlines(), 1):
         try:
-            entry = json.loads(line, object_pairs_hook=_unique)
+            entry = json.loads(line, object_pairs_hook=unique)
             body = {key: value for key, value in entry.items() if key != "hash"}
             intact = entry["hash"] == digest(body) and entry["previous"] == previous and entry["seq"] == len(entries)
             intact = intact and entry["kind"] in KINDS
@@ -196,7 +197,7 @@ def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]],
     return entries, length
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without repeated keys, of which a reader and a parser might see different ones."""
     content = dict(pairs)
     if len(content) != len(pairs):

@@ -116,13 +116,14 @@ class Vault:
         planned = self._planned(release, noise_multiplier, sampling_prob)
         if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a derivative
             raise ValueError(f"bound must be a number between 1e-30 and 1e30, got {bound!r}")
-        if (kept := self._kept(planned)) is not None:
+        question = {"bound": float(bound), "by_class": by_class}
+        if (kept := self._kept(planned, question)) is not None:
             return kept
         width = self._rowwise_shape(feature).numel()
         secure = self._secure(planned)
         self._charge(planned)
         exact, unit, radius = self._exact_sum(feature, planned, bound, width, by_class, secure)
-        return self._keep_result(planned, self._noised(planned, exact, radius, secure) * unit)
+        return self._keep_result(planned, question, self._noised(planned, exact, radius, secure) * unit)
 
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
@@ -160,6 +161,7 @@ class Vault:
 
         Guarantee: returns only when the charge is on the disk; raises `BudgetExceeded` rather than pass the plan.
         """
+        self.ledger.check_open()  # before the lock too: a fork may have copied it locked
         with self.ledger.spending:
             self.ledger.check_open()
             self._reserve(release)
@@ -191,7 +193,7 @@ class Vault:
         groups = len(self.classes) if by_class else 1
         total = torch.zeros(groups, width, dtype=torch.float64, device=self.device)
         for index in self._batches(self._drawn(release)):
-            rows = self._rows(feature, index).flatten(1)
+            rows = self._rows(feature, index).reshape(len(index), -1)
             if rows.shape[1] != width:
                 raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide, {width} on random images")
             rows = _clip(rows, bound, unit, release.nonnegative)
@@ -225,7 +227,7 @@ class Vault:
 
     # -- kept results -------------------------------------------------------------------------------------
 
-    def _keep_result(self, release: Release, noised: torch.Tensor) -> torch.Tensor:
+    def _keep_result(self, release: Release, question: dict[str, Any], noised: torch.Tensor) -> torch.Tensor:
         """Stores what is public by now. Guarantee: never the exact sum; a crash before this loses the result only."""
         result = noised.detach().float().contiguous()
         if self._keep is not None and release.times == 1:
@@ -234,10 +236,11 @@ class Vault:
             partial = target.with_suffix(".partial")
             save_file({"release": result.cpu()}, partial)
             os.replace(partial, target)
-            self.ledger.append("kept", name=release.name, sha256=hashlib.sha256(target.read_bytes()).hexdigest())
+            sha256 = hashlib.sha256(target.read_bytes()).hexdigest()
+            self.ledger.append("kept", name=release.name, sha256=sha256, **question)
         return result
 
-    def _kept(self, release: Release) -> torch.Tensor | None:
+    def _kept(self, release: Release, question: dict[str, Any]) -> torch.Tensor | None:
         """A noised result from before a restart. Guarantee: paid for once, and exactly what was stored."""
         if self._keep is None or release.times != 1 or not self.ledger.charged(release.name):
             return None
@@ -248,6 +251,8 @@ class Vault:
                 f"release {release.name!r} was charged, then lost in a crash: its budget is spent. "
                 "Start a new run; the images have then been charged by both ledgers."
             )
+        if any(line.get(name) != value for name, value in question.items()):
+            raise BudgetExceeded(f"release {release.name!r} was spent on another question; it cannot be asked again")
         if hashlib.sha256(target.read_bytes()).hexdigest() != line["sha256"]:
             raise LedgerError(f"{target} is not what was stored; start a new run")
         return load_file(target)["release"].to(self.device)
@@ -263,7 +268,7 @@ class Vault:
             "adjacency": budget.adjacency,
             "plan": [self._event(release) for release in self.plan.releases],
         }
-        if clash := opening.keys() & facts.keys():
+        if clash := (opening.keys() | {"seq", "kind", "previous", "hash"}) & facts.keys():
             raise ValueError(f"facts may not speak of {', '.join(sorted(clash))}: the plan does")
         opening |= facts
         if self.ledger.opening is None:

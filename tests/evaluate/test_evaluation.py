@@ -67,6 +67,9 @@ def test_private_measurements_stay_apart(sets: tuple[ImageSet, ImageSet], tmp_pa
     with pytest.warns(PrivateMeasurementWarning, match="keep it as private"):
         metrics = sf.evaluate(synthetic, test=test, train=synthetic, network=None, private_dir=tmp_path / "private")
     assert "private" not in json.dumps(metrics)
+    (tmp_path / "certificate.json").write_text("{}")
+    with pytest.warns(PrivateMeasurementWarning), pytest.raises(DataError, match="made to be shared"):
+        sf.evaluate(synthetic, test=test, train=synthetic, network=None, private_dir=tmp_path / "private")
     assert {path.name for path in (tmp_path / "private").iterdir()} == {"neighbours.png", "neighbours.json"}
     distances = json.loads((tmp_path / "private" / "neighbours.json").read_text())["distance"]
     assert all(row[0] == 0 for row in distances)  # each image is its own nearest neighbour here

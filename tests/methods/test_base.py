@@ -120,6 +120,18 @@ def test_a_run_folder_is_used_once(few_digits: ImageSet, tmp_path: Path) -> None
         sf.create("dp-merf", epsilon=4.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
 
 
+def test_equal_settings_resume_each_other(few_digits: ImageSet, tmp_path: Path) -> None:
+    sf.create("dp-merf", epsilon=3, window=[0.05, 1], **QUICK).fit(few_digits, run_dir=tmp_path)
+    sf.create("dp-merf", epsilon=3.0, window=(0.05, 1.0), **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+
+
+def test_a_plan_that_fails_leaves_no_ledger(tmp_path: Path) -> None:
+    large = ImageSet(torch.zeros(4, 1, 200, 200).byte(), torch.arange(4) % 2, ("a", "b"))
+    with pytest.raises(DataError, match="--size"):
+        sf.create("dp-merf", **QUICK).fit(large, run_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_fit_leaves_no_stale_certificate(
     few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

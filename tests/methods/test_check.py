@@ -146,6 +146,16 @@ class BatchCount(Spy):
         self.batches_ = len(self.seen)
 
 
+class InAList(Spy):
+    def _use(self, images: torch.Tensor) -> None:
+        self.sizes_ = [len(images)]
+
+
+class InAParameter(Spy):
+    def _use(self, images: torch.Tensor) -> None:
+        self.batch_size = len(images)
+
+
 class Printed(Spy):
     def _use(self, images: torch.Tensor) -> None:
         print("loss", float(images.mean()))
@@ -183,6 +193,8 @@ class SecondHelping(MeanEmbedding):
         (FirstImage, "model.safetensors depends on"),
         (InAnAttribute, "the model depends on"),
         (BatchCount, "the model depends on"),
+        (InAList, "the model depends on"),
+        (InAParameter, "the model depends on"),
         (Printed, "what is printed depends on"),
         (NoNoiseOfItsOwn, "two runs drew the same noise|0.000 times what is charged"),
         (Deaf, "another delta or relation"),

@@ -224,6 +224,24 @@ def test_verify_never_raises(folder: Path) -> None:
         assert json.loads(original) == content or not verify(folder / "certificate.json").ok
 
 
+def test_links_and_repeated_keys_are_refused(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir()
+    (folder.parent / "elsewhere" / "s").write_bytes(b"x")
+    (folder / "l").symlink_to(folder.parent / "elsewhere")
+    assert any("'l/s' is not inside" in p for p in edit(folder, lambda c: c["outputs"].update({"l/s": "0"})))
+    path = folder / "certificate.json"
+    path.write_text(path.read_text().replace("{", '{"epsilon": 0.01, ', 1))
+    assert "twice" in verify(path).problems[0]
+
+
+def test_a_guarantee_of_zero_verifies(few_digits: ImageSet, tmp_path: Path) -> None:
+    ledger = Ledger()
+    Vault(few_digits, Budget(1, 1e-3), [Release("a", noise_multiplier=1e6)], ledger=ledger)
+    result = verify(Certificate.from_ledger(ledger).save(tmp_path / "certificate.json"))
+    assert result.ok, result.problems
+    assert result.epsilon == 0.0
+
+
 def test_an_edited_or_foreign_ledger_is_noticed(folder: Path) -> None:
     ledger = folder / "ledger.jsonl"
     text = ledger.read_text()

@@ -338,6 +338,21 @@ def test_resuming_pays_once_and_keeps_the_noise(tmp_path: Path) -> None:
         Vault(records(), Budget(1), [Release("x")], ledger=ledger, keep=keep).sum(pixels, release="x", bound=1.0)
 
 
+def test_a_kept_result_answers_its_own_question_only(tmp_path: Path) -> None:
+    vault = Vault(records(), Budget(1), [Release("x")], ledger=Ledger(tmp_path / "l.jsonl"), keep=tmp_path / "kept")
+    vault.sum(pixels, release="x", bound=1.0)
+    vault.sum(pixels, release="x", bound=1.0)
+    for other in ({"bound": 2.0}, {"bound": 1.0, "by_class": True}):
+        with pytest.raises(BudgetExceeded, match="another question"):
+            vault.sum(pixels, release="x", **other)  # type: ignore[arg-type]
+    vault.ledger.close()
+
+
+def test_rows_may_be_plain_numbers() -> None:
+    vault = Vault(records(), Budget(1), [Release("x")])
+    assert vault.sum(lambda images: images.flatten(1).sum(1), release="x", bound=1.0).shape == (1,)
+
+
 def test_a_result_lost_in_a_crash_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, keep = tmp_path / "ledger.jsonl", tmp_path / "releases"
 
