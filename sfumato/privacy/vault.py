@@ -325,8 +325,10 @@ class Vault:
         return len(self._images)
 
     def _probes(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)  # public and fixed: these are not private images
-        return (torch.rand(PROBES, *self._images.shape[1:], generator=generator) * 2 - 1).to(self.device)
+        """Public images that look like noise. Guarantee: fixed numbers (multiples of the golden ratio), no record."""
+        shape = (PROBES, *self._images.shape[1:])
+        spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+        return (spread.reshape(shape) * 2 - 1).float().to(self.device)
 
     def _drawn(self, release: Release) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
