@@ -158,7 +158,10 @@ def synth(
     epsilon: Epsilon = 1.0,
     delta: Delta = 1e-5,
     adjacency: Relation = "add-remove",
-    number: Count = 10_000,
+    number: Annotated[
+        int | None,
+        typer.Option("--number", "-n", min=1, help="Number of synthetic images; else 10,000, or all there are."),
+    ] = None,
     test: Annotated[
         str | None, typer.Option(help="Real images, declared public by this, to measure utility on.")
     ] = None,

@@ -56,7 +56,7 @@ def synthesize(
     images: ImageSet,
     folder: Path,
     *,
-    number: int,
+    number: int | None = None,
     test: ImageSet | None = None,
     resume: bool = False,
 ) -> Synthesis:
@@ -64,7 +64,7 @@ def synthesize(
     if test is not None:
         check_comparable(test, model.public_facts(images))  # before anything is spent, and by public facts alone
     model.fit(images, run_dir=folder, resume=resume)
-    synthetic = model.sample(number, seed=model.seed)
+    synthetic = model.sample(number or model.default_number, seed=model.seed)
     save_images(synthetic, folder / "images", overwrite=True)
     save_images(synthetic, folder / "images.npz", overwrite=True)
     contact_sheet(synthetic, folder / "samples.png")
@@ -78,4 +78,4 @@ def synthesize(
     outputs = ["images", "images.npz", "samples.png", "model.safetensors"]
     certificate = model.certificate_.with_outputs(folder, outputs)
     certificate.save(folder / "certificate.json")
-    return Synthesis(folder, number, certificate, accuracy)
+    return Synthesis(folder, len(synthetic), certificate, accuracy)

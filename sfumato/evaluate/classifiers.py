@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.nets.augmentation import augment
+from sfumato.nets.augmentation import draw_augmentation
 from sfumato.nets.classifiers import NETWORKS
 from sfumato.progress import track
 
@@ -144,6 +144,7 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
         torch.manual_seed(seed)
         network = NETWORKS[name](images.shape, len(images.classes)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
+    size = images.shape[1:]
     optimizer = recipe.optimizer(network)
     for epoch in track(recipe.epochs, name):
         if recipe.condensed and epoch == recipe.epochs // 2:
@@ -153,7 +154,8 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
         for index in torch.split(order, recipe.batch_size):
             batch = _unit(pixels[index])
             if recipe.condensed:
-                batch = augment(batch, generator, flip=recipe.flip)
+                drawn = draw_augmentation(len(batch), size, generator, flip=recipe.flip, together=True)
+                batch = drawn(batch)
             optimizer.zero_grad()
             functional.cross_entropy(network(batch), labels[index]).backward()
             optimizer.step()

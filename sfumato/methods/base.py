@@ -20,7 +20,6 @@ from sfumato.privacy import Budget, Certificate, Ledger, Plan, Release, Vault, c
 from sfumato.privacy.budget import Adjacency
 
 FORMAT = "sfumato-model/1"
-SAMPLE_BATCH = 1000
 
 
 class NotFittedError(ValueError):
@@ -40,6 +39,8 @@ class Synthesizer(ABC):
     summary: ClassVar[str]
     guarantee: ClassVar[str] = "differential-privacy"
     claimed: ClassVar[dict[str, Any] | None] = None
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
+    sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
     vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
 
     epsilon: float = 1.0
@@ -115,6 +116,11 @@ class Synthesizer(ABC):
             self.save(folder)
         return self
 
+    @property
+    def default_number(self) -> int:
+        """How many images `synth` draws when nobody says how many."""
+        return 10_000
+
     def sample(self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0) -> ImageSet:
         """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released."""
         public = self._fitted()
@@ -125,7 +131,7 @@ class Synthesizer(ABC):
         with torch.no_grad():
             parts = [
                 ((self._sample(part.to(self.torch_device), generator).clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
-                for part in torch.split(wanted, SAMPLE_BATCH)
+                for part in torch.split(wanted, self.sample_batch)
             ]
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
 
@@ -176,7 +182,9 @@ class Synthesizer(ABC):
         """Raises `ValueError` for a parameter of the wrong kind or out of range; called before anything is read."""
         self._budget()
         for field in fields(self):
-            _check_like(field.name, getattr(self, field.name), field.default)
+            value = getattr(self, field.name)
+            if value != 0 or field.name not in self.may_be_zero:
+                _check_like(field.name, value, field.default)
         try:
             self.torch_device  # noqa: B018
         except RuntimeError:

@@ -222,14 +222,14 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "batch_size": 1})  # so that a count of batches shows
 
-        def _drawn(self, release: Release) -> torch.Tensor:
+        def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
             """The same records in both runs, and the one that differs in every sample: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))
             chance = torch.rand(self._size + (not tape.present), generator=generator)
             chance[tape.place] = 0
             if not tape.present:
                 chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
-            return (chance < release.sampling_prob).nonzero()[:, 0]
+            return (chance < (release.sampling_prob if shares is None else max(shares))).nonzero()[:, 0]
 
         def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
             asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1

@@ -10,9 +10,14 @@ from typing import Any
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import FORMAT, Synthesizer
+from sfumato.methods.dm import DistributionMatching
 from sfumato.methods.dp_merf import MeanEmbedding
+from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
+from sfumato.methods.dpmix import Mixer
 
-METHODS: dict[str, type[Synthesizer]] = {method.key: method for method in (MeanEmbedding,)}
+METHODS: dict[str, type[Synthesizer]] = {
+    method.key: method for method in (MeanEmbedding, LinearCondenser, NonlinearCondenser, Mixer, DistributionMatching)
+}
 DEFAULT = MeanEmbedding.key
 
 

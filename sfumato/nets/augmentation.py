@@ -1,95 +1,87 @@
-"""Differentiable siamese augmentation (Zhao and Bilen, ICML 2021): one random operation for a whole batch.
+"""Differentiable siamese augmentation (Zhao and Bilen, ICML 2021).
 
-Every operation is differentiable in the images, batched, and runs where they are. With `shared=True` all images get
-the same parameters, so that real and synthetic ones can be treated alike by passing the same generator state.
+One operation of six, drawn at random, with random strength: colour, shift, cutout, mirror, scale, rotation. It is drawn
+first and applied afterwards, so that real and synthetic images can be treated alike. All six run as one: a change of
+colour, a warp and a mask, each at rest unless it was drawn. So a batch may mix operations, no operation is a loop, and
+nothing is asked of the host: it can be captured in a graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-Operation = Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
-
 BRIGHTNESS, SATURATION, CONTRAST = 1.0, 2.0, 0.5
 SHIFT, CUTOUT, SCALE, ROTATION = 0.125, 0.5, 1.2, 15.0
+OPERATIONS = ("colour", "shift", "cutout", "scale", "rotate", "mirror")
 
 
-def augment(
-    images: torch.Tensor, generator: torch.Generator, *, flip: bool = True, shared: bool = False
-) -> torch.Tensor:
-    """One operation, drawn at random, on images [N, C, H, W] in [-1, 1]. Digits should not be flipped."""
-    operations = [colour, crop, cutout, scale, rotate, *([mirror] if flip else [])]
+@dataclass(frozen=True)
+class Augmentation:
+    """Strengths for [n] images or classes, a row of `table` for each.
+
+    Columns: brightness (added), saturation and contrast (factors); the warp, 2 × 3, in the coordinates of PyTorch's
+    `affine_grid`; the middle of the blackened square, down and right in pixels, far outside for none.
+    """
+
+    table: torch.Tensor
+
+    def __getitem__(self, index: torch.Tensor | slice) -> Augmentation:
+        """Those of some images; of classes, with the images' labels for an index."""
+        return Augmentation(self.table[index])
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """`images` [n, C, H, W] in [-1, 1], changed; what enters from outside is black."""
+        brightness, saturation, contrast = self.table[:, :3, None, None, None].unbind(1)
+        images = images + brightness
+        images = torch.lerp(images.mean(1, keepdim=True), images, saturation)
+        images = torch.lerp(images.mean((1, 2, 3), keepdim=True), images, contrast)
+        grid = functional.affine_grid(self.table[:, 3:9].view(-1, 2, 3), list(images.shape), align_corners=False)
+        warped = functional.grid_sample(images + 1, grid, align_corners=False)
+        return warped * self._kept(*images.shape[2:]) - 1
+
+    def _kept(self, height: int, width: int) -> torch.Tensor:
+        """0 inside the square, of half the side, that is cut out; 1 elsewhere: [n, 1, H, W]."""
+        down, right = (
+            (torch.arange(size, device=self.table.device) - self.table[:, column, None]).abs() > CUTOUT * size / 2
+            for column, size in ((9, height), (10, width))
+        )
+        return down[:, None, :, None] | right[:, None, None, :]
+
+
+def draw_augmentation(
+    count: int, size: tuple[int, int], generator: torch.Generator, *, flip: bool = True, together: bool = False
+) -> Augmentation:
+    """Random strengths for `count` images or classes of this height and width; `together`: all the same operation.
+
+    Digits and letters should not be flipped.
+    """
     device = generator.device
-    choice = int(torch.randint(len(operations), (), generator=generator, device=device))
+    kinds = len(OPERATIONS) if flip else len(OPERATIONS) - 1
+    choice = torch.randint(kinds, (1 if together else count,), generator=generator, device=device)
+    chance = torch.rand(count, 5, generator=generator, device=device)
+    height, width = size
 
-    def uniform() -> torch.Tensor:
-        """A number in [0, 1) for each image, or one for all."""
-        drawn = torch.rand(1 if shared else len(images), generator=generator, device=device)
-        return drawn.to(images.device).expand(len(images))
+    def strength(name: str, values: torch.Tensor, rest: float) -> torch.Tensor:
+        return torch.where(choice == OPERATIONS.index(name), values, rest)
 
-    return operations[choice](images, uniform)
-
-
-def colour(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Brightness, saturation, contrast."""
-    shape = (-1, 1, 1, 1)
-    images = images + BRIGHTNESS * (uniform() - 0.5).view(shape)
-    grey = images.mean(1, keepdim=True)
-    images = grey + (images - grey) * (SATURATION * uniform()).view(shape)
-    mean = images.mean((1, 2, 3), keepdim=True)
-    return mean + (images - mean) * (uniform() + CONTRAST).view(shape)
-
-
-def crop(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A shift by up to an eighth in each direction; what enters is black."""
-    rows, columns = (((2 * uniform() - 1) * SHIFT * size).round() / size * 2 for size in images.shape[2:])
-    return _warp(images, torch.ones_like(rows), torch.zeros_like(rows), columns, rows, mode="nearest")
-
-
-def cutout(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A square of half the side, anywhere, blackened."""
-    keep = torch.ones_like(images[:, :1])
-    places = []
-    for size in images.shape[2:]:
-        centre = (uniform() * size).floor()[:, None]
-        places.append((torch.arange(size, device=images.device) - centre).abs() <= CUTOUT * size / 2)
-    keep = keep * ~(places[0][:, None, :, None] & places[1][:, None, None, :])
-    return (images + 1) * keep - 1
-
-
-def mirror(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Left and right exchanged, for half of the images."""
-    return torch.where((uniform() < 0.5).view(-1, 1, 1, 1), images.flip(3), images)
-
-
-def scale(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Larger or smaller by up to a fifth, about the centre."""
-    factor = SCALE ** (2 * uniform() - 1)
-    zero = torch.zeros_like(factor)
-    return _warp(images, factor, zero, zero, zero)
-
-
-def rotate(images: torch.Tensor, uniform: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """By up to fifteen degrees either way."""
-    angle = (2 * uniform() - 1) * math.radians(ROTATION)
-    zero = torch.zeros_like(angle)
-    return _warp(images, torch.ones_like(angle), angle, zero, zero)
-
-
-def _warp(
-    images: torch.Tensor,
-    factor: torch.Tensor,
-    angle: torch.Tensor,
-    right: torch.Tensor,
-    down: torch.Tensor,
-    mode: str = "bilinear",
-) -> torch.Tensor:
-    """Scaled, rotated and shifted; outside is black (-1)."""
+    factor = strength("scale", SCALE ** (2 * chance[:, 0] - 1), 1.0)
+    angle = strength("rotate", (2 * chance[:, 0] - 1) * math.radians(ROTATION), 0.0)
+    mirrored = strength("mirror", torch.sign(chance[:, 0] - 0.5), 1.0)
+    down, right = (
+        strength("shift", ((2 * chance[:, axis] - 1) * SHIFT * side).round() * 2 / side, 0.0)
+        for axis, side in enumerate(size)
+    )
     cos, sin = factor * angle.cos(), factor * angle.sin()
-    matrix = torch.stack([torch.stack([cos, -sin, right], 1), torch.stack([sin, cos, down], 1)], 1).to(images.dtype)
-    grid = functional.affine_grid(matrix, list(images.shape), align_corners=False)
-    return functional.grid_sample(images + 1, grid, mode=mode, align_corners=False) - 1
+    columns = [
+        strength("colour", BRIGHTNESS * (chance[:, 0] - 0.5), 0.0),
+        strength("colour", SATURATION * chance[:, 1], 1.0),
+        strength("colour", chance[:, 2] + CONTRAST, 1.0),
+        *(cos * mirrored, -sin * (height / width), right),
+        *(sin * mirrored * (width / height), cos, down),
+        *(strength("cutout", (chance[:, 3 + axis] * side).floor(), -9.0 * side) for axis, side in enumerate(size)),
+    ]
+    return Augmentation(torch.stack(columns, 1))

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sfumato.nets.fused import NormReluPool
+
 Shape = tuple[int, int, int]
 Builder = Callable[[Shape, int], nn.Module]
 
@@ -50,7 +52,7 @@ def convnet(shape: Shape, classes: int) -> nn.Module:
     for depth, entering in enumerate((channels, 128, 128)):
         # Images of 28 pixels are padded to 32 at the entry, as the condensation papers do.
         padding = 3 if depth == 0 and height == width == 28 else 1
-        layers += [nn.Conv2d(entering, 128, 3, padding=padding), nn.GroupNorm(128, 128), nn.ReLU(), nn.AvgPool2d(2)]
+        layers += [nn.Conv2d(entering, 128, 3, padding=padding), NormReluPool(128)]
     return _with_head(nn.Sequential(*layers, nn.Flatten()), shape, classes)
 
 

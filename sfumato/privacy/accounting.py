@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import dp_accounting
@@ -150,8 +151,15 @@ def least(found: dict[str, float | None]) -> float:
 def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
     """The least noise, in the releases' proportions, that keeps their composition within the budget.
 
-    Guarantee: the plan returned was accounted afresh and its epsilon is at most the budget's.
+    Guarantee: the plan returned was accounted for these very releases, and its epsilon is at most the budget's.
     """
+    plan = _calibrated(tuple(releases), budget)
+    return replace(plan, bounds=dict(plan.bounds))  # what is remembered stays as it is
+
+
+@lru_cache(maxsize=256)
+def _calibrated(releases: tuple[Release, ...], budget: Budget) -> Plan:
+    """Remembers: plan, fit and vault each ask for the same. Guarantee: releases and budgets are immutable."""
     names = Counter(release.name for release in releases)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"release names must differ; {twice[0]!r} occurs {names[twice[0]]} times")

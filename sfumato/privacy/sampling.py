@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sfumato.privacy.randomness import host_generator
 
 
-def poisson_sample(records: int, probability: float) -> torch.Tensor:
+def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tensor:
     """Indices of a fresh Poisson sample of `records` records, in ascending order; it may be empty.
+
+    `probability` is one number for all records, or an array with one for each.
 
     Guarantee: independent inclusion with `probability`, exact to 2^-53, which is the sampling that
     `accounting` charges for. Nothing outside this call can influence or repeat the draw.
     """
-    if not 0 < probability <= 1:
+    each = np.asarray(probability, dtype=np.float64)
+    if each.shape not in ((), (records,)) or not np.all((each > 0) & (each <= 1)):
         raise ValueError(f"sampling probability must lie in (0, 1], got {probability}")
-    if probability == 1:
+    if not each.shape and each == 1:
         return torch.arange(records)
-    return torch.from_numpy((host_generator().random(records) < probability).nonzero()[0])
+    return torch.from_numpy((host_generator().random(records) < each).nonzero()[0])

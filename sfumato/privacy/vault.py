@@ -8,6 +8,13 @@ What a method may do with an answer is unlimited: it is post-processing.
 
 Queries: `counts`, `sum`. The third kind, `gradient` (per-example clipped gradients, `gradients.py`), belongs
 beside them and is the same query with another row: it calls `_charge`, then `_noised`.
+
+**A probability per class.** A sum may draw each class with a probability q_c of its own, none above the planned q, and
+is charged for q. That is enough: to draw with q_c is to draw with q and to keep with probability t = q_c / q. So with
+P and Q the outputs of the plain query with q on neighbouring sets, and O on the set without the record in question,
+the outputs are (1 - t) O + t P and (1 - t') O + t' Q: a mixture of the pairs (P, Q), (P, O), (O, Q) and (O, O). The
+hockey-stick divergence is jointly convex, and each pair's is at most that of the accounted pair, since adding or
+removing a record is what is charged (under replace-one: is replacing it by a row of zeros). So is the mixture's.
 """
 
 from __future__ import annotations
@@ -16,9 +23,11 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -28,11 +37,13 @@ from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
 from sfumato.privacy.sampling import poisson_sample
 
-Feature = Callable[[torch.Tensor], torch.Tensor]
+Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to a row for each
 
-CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise beside other rows (seen: 3e-6 of a bound)
+CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise at another place of a batch
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
 PROBES = 6  # random public images on which a feature map must prove to be row-wise
+BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
+RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
 
 class Records(Protocol):
@@ -44,6 +55,20 @@ class Records(Protocol):
     def labels(self) -> torch.Tensor | None: ...
     @property
     def classes(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is summed and how: the feature, its release and bound, and the width that it has shown."""
+
+    feature: Feature
+    release: Release
+    bound: float
+    width: int
+    by_class: bool
+    with_labels: bool
+    secure: bool
+    shares: list[float] | None
 
 
 class Vault:
@@ -69,7 +94,7 @@ class Vault:
         keep: Path | None = None,
         device: str | torch.device = "cpu",
         secure: bool = True,
-        batch_size: int = 500,
+        batch_size: int | None = None,
     ) -> None:
         self.plan: Plan = calibrate(releases, budget)
         self.classes = tuple(records.classes)
@@ -77,10 +102,14 @@ class Vault:
         self.secure = secure
         self.ledger = ledger if ledger is not None else Ledger()
         self._images = records.images.detach()
+        if self._images.nbytes <= RESIDENT:
+            self._images = self._images.to(self.device)
         self._labels = _checked(records.labels, len(self._images), len(self.classes))
+        self._classes_there = None if self._labels is None else self._labels.to(self.device)
         self._keep = keep
-        self._batch_size = batch_size
+        self._batch_size = batch_size or (BATCH_SIZE if self.device.type == "cpu" else DEVICE_BATCH_SIZE)
         self._reserved: dict[str, int] = {}
+        self._widths: dict[str, int] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -100,29 +129,34 @@ class Vault:
         release: str,
         bound: float,
         by_class: bool = False,
+        with_labels: bool = False,
         noise_multiplier: float | None = None,
-        sampling_prob: float | None = None,
+        sampling_prob: float | Sequence[float] | None = None,
     ) -> torch.Tensor:
         """Noisy sum of `feature` rows, each clipped to `bound` in L2: [features], or [classes, features].
 
-        `feature` maps a batch (pixels in [-1, 1], or what `map` made of them) to one row per image. The sum
-        is over a fresh Poisson sample. Noise and sampling come from the plan; if given, they must agree with it.
+        `feature` maps a batch (pixels in [-1, 1], or what `map` made of them) to one row per image; `with_labels` it is
+        given the images' labels, too. The sum is over a fresh Poisson sample. Noise and sampling come from the plan; if
+        given, they must agree with it, or be a probability for each class that is not above the planned one.
         Rows with a NaN or an infinity count as zero.
 
         Guarantee: adding or removing one record moves the exact sum by at most `bound`, so noise of standard
         deviation `noise_multiplier * bound` makes the charged event. With `by_class` a record touches its own
         row only, so the whole matrix has that same bound, and replacing a record moves two rows by a bound each.
         """
-        planned = self._planned(release, noise_multiplier, sampling_prob)
+        single = sampling_prob if isinstance(sampling_prob, int | float) else None
+        planned = self._planned(release, noise_multiplier, single)
+        shares = None if sampling_prob is None or single is not None else self._shares(sampling_prob, planned)
         if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a derivative
             raise ValueError(f"bound must be a number between 1e-30 and 1e30, got {bound!r}")
         question = {"bound": float(bound), "by_class": by_class}
         if (kept := self._kept(planned, question)) is not None:
             return kept
-        width = self._rowwise_shape(feature).numel()
+        width = self._width(feature, planned, with_labels)
         secure = self._secure(planned)
         self._charge(planned)
-        exact, unit, radius = self._exact_sum(feature, planned, bound, width, by_class, secure)
+        query = Query(feature, planned, float(bound), width, by_class, with_labels, secure, shares)
+        exact, unit, radius = self._exact_sum(query)
         return self._keep_result(planned, question, self._noised(planned, exact, radius, secure) * unit)
 
     def map(self, transform: Feature) -> Vault:
@@ -131,12 +165,13 @@ class Vault:
         Guarantee: nothing leaves; same ledger, same plan, same reservations.
         """
         shape = self._rowwise_shape(transform)
-        parts = [torch.zeros(0, *shape)]
+        home = self._images.device
+        parts = [torch.zeros(0, *shape, device=home)]
         for index in self._batches(torch.arange(self._size)):
-            parts.append(self._rows(transform, index, shape).float().cpu())
+            parts.append(self._rows(transform, index, shape=shape).float().to(home))
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images = torch.cat(parts)
+        mapped._images, mapped._widths = torch.cat(parts), {}
         return mapped
 
     def remaining(self, release: str) -> int:
@@ -179,29 +214,30 @@ class Vault:
             self.ledger.append("charge", **{**self._event(release), "times": block})
             self._reserved[release.name] = block
 
-    def _exact_sum(
-        self, feature: Feature, release: Release, bound: float, width: int, by_class: bool, secure: bool
-    ) -> tuple[torch.Tensor, float, float]:
+    def _exact_sum(self, query: Query) -> tuple[torch.Tensor, float, float]:
         """(sum of clipped rows in units, the unit, the bound in units).
 
         Guarantee: one record changes the sum by at most `radius` units in L2. In the secure form rows are cut to
         whole units towards zero, which cannot lengthen them; their norm is checked in whole numbers, and sums are
         exact: float64 holds integers below 2^53, and a row's entries stay below 2^17 sqrt(features).
         """
+        bound, width = query.bound, query.width
         steps = math.ceil(GRID_STEPS * math.sqrt(width))
-        unit, radius = (bound / steps, float(steps + 1)) if secure else (1.0, bound)
-        groups = len(self.classes) if by_class else 1
+        unit, radius = (bound / steps, float(steps + 1)) if query.secure else (1.0, bound)
+        groups = len(self.classes) if query.by_class else 1
         total = torch.zeros(groups, width, dtype=torch.float64, device=self.device)
-        for index in self._batches(self._drawn(release)):
-            rows = self._rows(feature, index).reshape(len(index), -1)
+        for index in self._batches(self._drawn(query.release, query.shares)):
+            rows = self._rows(query.feature, index, query.with_labels).reshape(len(index), -1)
             if rows.shape[1] != width:
-                raise ValueError(f"release {release.name!r}: rows are {rows.shape[1]} wide, {width} on random images")
-            rows = _clip(rows, bound, unit, release.nonnegative)
-            if secure:
+                raise ValueError(
+                    f"release {query.release.name!r}: rows are {rows.shape[1]} wide, {width} on random images"
+                )
+            rows = _clip(rows, bound, unit, query.release.nonnegative)
+            if query.secure:
                 long = torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > radius
                 rows.masked_fill_(long, 0)  # none is: rows are within `steps` but for rounding, far below one
             total += self._membership(index, groups).T @ rows
-        return (total if by_class else total[0]), unit, radius
+        return (total if query.by_class else total[0]), unit, radius
 
     def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
         """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
@@ -294,21 +330,44 @@ class Vault:
                 raise BudgetExceeded(f"release {name!r}: {what} {asked} was asked for, {planned} was planned")
         return release
 
-    def _rowwise_shape(self, feature: Feature) -> torch.Size:
+    def _shares(self, given: Any, release: Release) -> list[float]:
+        """A sampling probability for each class. Guarantee: plain numbers, none above the planned one."""
+        shares = [float(share) for share in given]
+        if len(shares) != len(self.classes) or not all(0 < share <= release.sampling_prob for share in shares):
+            raise BudgetExceeded(
+                f"release {release.name!r} needs a sampling probability for each of {len(self.classes)} classes, "
+                f"above 0 and at most the planned {release.sampling_prob:g}"
+            )
+        return shares
+
+    def _width(self, feature: Feature, release: Release, with_labels: bool) -> int:
+        """Length of a row. It is proved row-wise whenever a block of releases is begun: networks change in training."""
+        if self._reserved.get(release.name, 0) < 1 or release.name not in self._widths:
+            self._widths[release.name] = self._rowwise_shape(feature, with_labels).numel()
+        return self._widths[release.name]
+
+    def _rowwise_shape(self, feature: Feature, with_labels: bool = False) -> torch.Size:
         """Shape of a row, once `feature` has shown on public noise that rows do not depend on each other.
 
         Guarantee: no private record is read. Batch statistics, such as batch norm in training mode, and modules that
-        keep running statistics fail here. It is asked at every query, as networks change while they are trained.
+        keep running statistics fail here.
         """
         probes = self._probes()
+        labels = torch.arange(PROBES, device=self.device) % len(self.classes) if with_labels else None
+
+        def rows(*order: int) -> torch.Tensor:
+            some = torch.tensor(order, device=self.device)
+            return self._apply(feature, probes[some], None if labels is None else labels[some])
+
         before = _buffers(feature)
-        with torch.no_grad():
-            whole = feature(probes).detach()
-            parts = torch.cat([feature(probes[:1]), feature(probes[1:].flip(0)).flip(0)]).detach()
+        whole = rows(*range(PROBES))
+        parts = torch.cat([rows(0), rows(*range(PROBES - 1, 0, -1)).flip(0)])
         if any(not torch.equal(old, new) for old, new in zip(before, _buffers(feature), strict=True)):
             raise ValueError("this feature map keeps statistics of the images that it sees; use eval mode")
-        if whole.shape[0] != PROBES or whole.shape != parts.shape:
-            raise ValueError(f"a feature map must give one row per image, got {tuple(whole.shape)} for {PROBES} images")
+        if whole.shape != parts.shape:
+            raise ValueError(
+                f"a feature map must give rows of one shape, got {tuple(whole.shape)}, {tuple(parts.shape)}"
+            )
         if not whole.isfinite().all():
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
         if not torch.allclose(whole.double(), parts.double(), rtol=1e-3, atol=1e-4 * float(whole.abs().max())):
@@ -330,35 +389,61 @@ class Vault:
         spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
         return (spread.reshape(shape) * 2 - 1).float().to(self.device)
 
-    def _drawn(self, release: Release) -> torch.Tensor:
+    def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
-        return poisson_sample(self._size, release.sampling_prob)
+        if shares is None or self._labels is None:
+            return poisson_sample(self._size, release.sampling_prob if shares is None else shares[0])
+        return poisson_sample(self._size, np.array(shares)[self._labels.numpy()])
 
     def _batches(self, index: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.split(index, self._batch_size) if len(index) else ()
 
     def _batch(self, index: torch.Tensor) -> torch.Tensor:
-        images = self._images[index].to(self.device)
+        images = self._images[index.to(self._images.device)].to(self.device)
         return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
 
-    def _rows(self, feature: Feature, index: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    def _rows(
+        self, feature: Feature, index: torch.Tensor, with_labels: bool = False, shape: torch.Size | None = None
+    ) -> torch.Tensor:
         """The rows of these records. Guarantee: one for each, in order, cut off from every derivative.
 
         `no_grad` alone would leave forward-mode tangents and graphs that the feature itself turns on.
         """
-        with torch.no_grad():
-            rows = feature(self._batch(index)).detach()
-        if len(rows) != len(index) or (shape is not None and rows.shape[1:] != shape):
-            raise ValueError(
-                f"a feature map must give one row per image, got {tuple(rows.shape)} for {len(index)} images"
-            )
+        rows = self._apply(feature, self._batch(index), self._labels_of(index) if with_labels else None)
+        if shape is not None and rows.shape[1:] != shape:
+            raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
         return rows
 
+    def _apply(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """`feature` of some images, given to it in full batches of one size: blank images fill up the last.
+
+        Guarantee: what a batch holds beside a record, and how many records there are, does not change the shapes that
+        the device computes with, and so not the way in which it rounds that record's row.
+        """
+        rows = []
+        for start in range(0, len(images), self._batch_size):
+            part = slice(start, start + self._batch_size)
+            inputs = [_filled(tensor[part], self._batch_size) for tensor in (images, labels) if tensor is not None]
+            with torch.no_grad():
+                made = feature(*inputs).detach()
+            if len(made) != self._batch_size:
+                raise ValueError(
+                    f"a feature map must give one row per image, got {tuple(made.shape)} for {self._batch_size} images"
+                )
+            rows.append(made[: len(images) - start])
+        return torch.cat(rows)
+
+    def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Classes of these records; without labels there is the one."""
+        if self._classes_there is None:
+            return torch.zeros(len(index), dtype=torch.int64, device=self.device)
+        return self._classes_there[index.to(self.device)]
+
     def _membership(self, index: torch.Tensor, groups: int) -> torch.Tensor:
-        """One-hot classes, [records, groups]; without labels or groups everything is in the one group."""
-        if groups == 1 or self._labels is None:
+        """One-hot classes, [records, groups]; without groups everything is in the one group."""
+        if groups == 1:
             return torch.ones(len(index), 1, dtype=torch.float64, device=self.device)
-        return torch.nn.functional.one_hot(self._labels[index].to(self.device), groups).double()
+        return torch.nn.functional.one_hot(self._labels_of(index), groups).double()
 
     def __repr__(self) -> str:
         return f"Vault({len(self.classes)} classes, shape {tuple(self._images.shape[1:])})"
@@ -377,7 +462,14 @@ def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.T
         raise ValueError("labels must be int64, one for each image")
     if records and (int(labels.min()) < 0 or int(labels.max()) >= classes):
         raise ValueError(f"labels must lie between 0 and {classes - 1}")
-    return labels.detach().clone()
+    return labels.detach().cpu().clone()
+
+
+def _filled(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The tensor with zeros after it, `count` entries in all."""
+    return (
+        torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])]) if len(tensor) < count else tensor
+    )
 
 
 def _buffers(feature: Feature) -> list[torch.Tensor]:

@@ -442,7 +442,6 @@ def mixing() -> dict[str, Any]:
     return {
         "batch norm in training mode": lambda images: norm(images).flatten(1),
         "centring by the batch": lambda images: (images - images.mean(0)).flatten(1),
-        "scaling by the batch size": lambda images: images.flatten(1) / len(images),
         "the neighbour's row": lambda images: images.roll(1, 0).flatten(1),
         "fresh randomness": lambda images: images.flatten(1) + torch.randn_like(images.flatten(1)),
         "one row for all": lambda images: images.flatten(1).sum(0, keepdim=True),
@@ -473,11 +472,119 @@ def test_a_features_own_tensors_are_left_alone(secure: bool) -> None:
 
 
 def test_a_feature_may_not_change_its_width() -> None:
-    vault = Vault(records(), Budget(1), [Release("x", 5)], batch_size=7)
+    calls = 0
+
+    def changing(images: torch.Tensor, after: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return images.flatten(1) if calls <= 3 else after(images.flatten(1))  # three for the check
+
+    vault = Vault(records(), Budget(1), [Release("x", 5)])
     with pytest.raises(ValueError, match="rows are 3 wide, 16 on random images"):
-        vault.sum(lambda i: i.flatten(1) if len(i) < 7 else i.flatten(1)[:, :3], release="x", bound=1.0)
+        vault.sum(lambda i: changing(i, lambda rows: rows[:, :3]), release="x", bound=1.0)
+    calls = 0
     with pytest.raises(ValueError, match="one row per image"):
-        vault.sum(lambda i: i.flatten(1) if len(i) < 7 else i.flatten(1)[:3], release="x", bound=1.0)
+        vault.sum(lambda i: changing(i, lambda rows: rows[:3]), release="x", bound=1.0)
+
+
+def test_every_batch_has_the_same_size() -> None:
+    """So that a record's row is rounded alike whatever stands beside it."""
+    sizes = set()
+
+    def feature(images: torch.Tensor) -> torch.Tensor:
+        sizes.add(len(images))
+        return images.flatten(1) / len(images)
+
+    for count in (1, 7, 8, 20):
+        exact_sum = exact(records(count), feature)
+        rows = records(count).images.flatten(1) / 7
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1)
+        assert torch.allclose(exact_sum, rows.sum(0), atol=1e-3)
+    assert sizes == {7}
+
+
+def test_long_runs_are_checked_when_a_block_begins() -> None:
+    vault = Vault(records(), Budget(1), [Release("x", 300)])
+    calls = []
+
+    def counting(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        return pixels(images)
+
+    for queries, charged, called in ((1, 3, 4), (2, 3, 5), (3, 3, 6), (4, 6, 10)):  # the check calls three times
+        vault.sum(counting, release="x", bound=1.0)
+        assert (queries, vault.ledger.charged("x"), len(calls)) == (queries, charged, called)
+    for _ in range(2):
+        vault.sum(counting, release="x", bound=1.0)
+    with pytest.raises(ValueError, match="mixes the images"):
+        vault.sum(lambda images: (images - images.mean(0)).flatten(1), release="x", bound=1.0)
+    assert vault.ledger.charged("x") == 6
+
+
+# -- labels, and a probability per class --------------------------------------------------------------------
+
+
+def test_features_may_see_labels() -> None:
+    data = records()
+
+    def feature(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1) * (labels == 1)[:, None]
+
+    by_label = exact(data, feature, by_class=True, with_labels=True)
+    assert torch.equal(by_label[0], torch.zeros(16))
+    assert torch.allclose(by_label[1], exact(data, by_class=True)[1], atol=1e-4)
+    unlabelled = Floats(data.images, None, ("all",))
+    assert torch.equal(exact(unlabelled, feature, with_labels=True), torch.zeros(16))
+    with pytest.raises(ValueError, match="mixes the images"):
+        exact(data, lambda images, labels: images.flatten(1) - labels.float().mean(), with_labels=True)
+
+
+def shared_vault(probability: float = 0.5, times: int = 400) -> Vault:
+    count = 200
+    data = Floats(torch.ones(count, 1, 1, 1), torch.arange(count) % 2, ("a", "b"))
+    return Vault(data, Budget(math.inf), [Release("x", times, probability, 0.0)])
+
+
+def test_a_probability_for_each_class_is_the_one_that_is_drawn_with() -> None:
+    vault = shared_vault()
+    sums = [
+        vault.sum(pixels, release="x", bound=1.0, by_class=True, sampling_prob=[0.5, 0.1])[:, 0] for _ in range(400)
+    ]
+    mean = torch.stack(sums).mean(0)  # of 100 images a class: 50 and 10, with deviations of .25 and .15
+    assert mean == pytest.approx([50, 10], abs=1.6)
+
+
+@pytest.mark.parametrize("shares", [[0.5, 0.6], [0.5], [0.5, 0.0], [0.5, -0.1], [0.5, math.nan], [0.2, 0.2, 0.2]])
+def test_no_class_may_be_drawn_more_often_than_planned(shares: list[float]) -> None:
+    vault = shared_vault()
+    with pytest.raises(BudgetExceeded, match="probability for each of 2 classes"):
+        vault.sum(pixels, release="x", bound=1.0, by_class=True, sampling_prob=shares)
+    assert vault.ledger.charged("x") == 0
+
+
+def test_drawing_a_class_less_often_is_no_less_private() -> None:
+    """The lemma of the vault's docstring, in numbers: a smaller probability has the smaller divergence everywhere."""
+    grid = torch.linspace(-12, 14, 20001, dtype=torch.float64)
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
+    density = normal.log_prob(grid).exp()
+    shifted = normal.log_prob(grid - 1).exp()
+    back = normal.log_prob(grid + 1).exp()
+
+    def divergence(p: torch.Tensor, q: torch.Tensor, ratio: float) -> float:
+        return float(torch.trapezoid((p - ratio * q).clamp_min(0), grid))
+
+    def mixed(share: float, other: torch.Tensor) -> torch.Tensor:
+        return (1 - share) * density + share * other
+
+    for ratio in (0.3, 0.8, 1.0, 1.2, 2.0):
+        for small in (0.01, 0.1, 0.2):
+            added = divergence(mixed(0.3, shifted), density, ratio) + 1e-12
+            assert divergence(mixed(small, shifted), density, ratio) <= added
+            removed = divergence(density, mixed(0.3, shifted), ratio) + 1e-12
+            assert divergence(density, mixed(small, shifted), ratio) <= removed
+            most = divergence(mixed(0.3, shifted), mixed(0.3, back), ratio)  # replace-one
+            for one, other in ((0.3, small), (small, 0.3), (small, small)):
+                assert divergence(mixed(one, shifted), mixed(other, back), ratio) <= most + 1e-12
 
 
 def test_every_query_is_checked_and_infinity_hides_nothing() -> None:

@@ -1,0 +1,282 @@
+"""What the condensing methods share: a few images per class, made once; and how random networks shape them."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from sfumato.data import DataError, PublicFacts
+from sfumato.methods.base import Synthesizer
+from sfumato.nets.augmentation import Augmentation, draw_augmentation
+from sfumato.nets.random_convnet import WIDTH, draw_networks, embed
+from sfumato.privacy import Release, Vault
+
+BLOCK = 100  # iterations whose networks are drawn at once
+COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together: they need less accuracy
+CHUNK = 2000  # synthetic images in a forward
+WARM_UP = 3  # calls before a graph is captured
+TINY = 1e-12
+
+
+@dataclass(kw_only=True, eq=False)
+class Condenser(Synthesizer):
+    """A method whose outcome is `images_per_class` images of each class, and no more."""
+
+    sample_batch: ClassVar[int] = 2**62  # all at once: no image is drawn twice
+
+    images_per_class: int = 50
+
+    @property
+    def default_number(self) -> int:
+        return len(self.images_)
+
+    def _keep(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """The condensed set: float pixels, of which those beyond [-1, 1] are cut off when they are written."""
+        self.images_, self.labels_ = images.float(), labels.long()
+
+    def _proportions(self) -> torch.Tensor:
+        return torch.bincount(self.labels_.cpu(), minlength=len(self._fitted().classes)).float()
+
+    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Different images for all labels, chosen at random."""
+        classes = self._fitted().classes
+        wanted = torch.bincount(labels, minlength=len(classes))
+        there = torch.bincount(self.labels_, minlength=len(classes))
+        for name, many, few in zip(classes, wanted.tolist(), there.tolist(), strict=True):
+            if many > few:
+                raise ValueError(
+                    f"{self.key} made {few} images of class {name!r}, and {many} were asked for: it condenses a set "
+                    f"once and cannot draw more. Ask for at most {len(self.images_)} in all, or fit with more "
+                    "images_per_class"
+                )
+        shuffled = torch.randperm(len(self.labels_), generator=generator, device=self.labels_.device)
+        supply = shuffled[self.labels_[shuffled].argsort(stable=True)]
+        chosen = torch.empty_like(labels)
+        starts = torch.cumsum(there, 0) - there
+        order = labels.argsort(stable=True)
+        rank = torch.arange(len(labels), device=labels.device) - (torch.cumsum(wanted, 0) - wanted)[labels[order]]
+        chosen[order] = supply[starts[labels[order]] + rank]
+        return self.images_[chosen]
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {"images": self.images_, "labels": self.labels_}
+
+    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:  # noqa: ARG002
+        self.images_, self.labels_ = state["images"], state["labels"]
+
+
+@dataclass(kw_only=True, eq=False)
+class PrivateCondenser(Condenser):
+    """Noisy class sums over Poisson samples.
+
+    sampling_prob: q, for all classes. group_size: the paper's L, the expected number of images of each class in a
+    sample, in place of q; it needs sizes that are declared public. noise_multiplier: the paper's sigma over the bound;
+    without it noise is calibrated to epsilon, with it epsilon is a limit that the plan must keep.
+    """
+
+    sampling_prob: float = 0.02
+    group_size: int | None = None
+    noise_multiplier: float | None = None
+
+    @abstractmethod
+    def _times(self, public: PublicFacts) -> int:
+        """How many sums are released."""
+
+    def validate(self) -> Self:
+        for name in ("group_size", "noise_multiplier"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise ValueError(f"{name} must be a number greater than 0, or left out, got {value!r}")
+        if not 0 < self.sampling_prob <= 1:
+            raise ValueError(f"sampling_prob must lie in (0, 1], got {self.sampling_prob!r}")
+        return super().validate()
+
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        q, times = max(self._shares(public)), self._times(public)
+        # All sums together are about as precise as one over all the data with a noise of 1 / (q sqrt(times)).
+        weight = COUNTS_WEIGHT / (q * math.sqrt(times))
+        counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
+        return [*counts, Release("sums", times, q, self.noise_multiplier)]
+
+    def _shares(self, public: PublicFacts) -> list[float]:
+        """q for each class."""
+        if self.group_size is None:
+            return [self.sampling_prob] * len(public.classes)
+        if not public.sizes:
+            raise DataError(
+                "group_size divides by the sizes of classes, and these are private: declare them public "
+                "(public_size=true), or give sampling_prob instead"
+            )
+        return [min(1.0, self.group_size / max(size, 1)) for size in public.sizes]
+
+    def _expected(self, vault: Vault, public: PublicFacts) -> torch.Tensor:
+        """Expected number of images of each class in a sample, [classes, 1]."""
+        counts = torch.tensor(public.sizes, device=vault.device) if public.sizes else vault.counts()
+        shares = torch.tensor(self._shares(public), device=vault.device)
+        return (shares * counts.clamp_min(1))[:, None].float()
+
+
+class Views:
+    """Random networks and augmentations, one of each for every iteration; all from the user's seed."""
+
+    def __init__(self, public: PublicFacts, generator: torch.Generator, *, width: int = WIDTH, flip: bool | None):
+        self._public, self._generator, self._width, self._flip = public, generator, width, flip
+        self._ready: list[View] = []
+
+    def next(self) -> View:
+        if not self._ready:
+            classes = len(self._public.classes)
+            networks = draw_networks(BLOCK, self._public.shape, self._generator, self._width)
+            drawn = None
+            if self._flip is not None:
+                size = self._public.shape[1:]
+                drawn = draw_augmentation(BLOCK * classes, size, self._generator, flip=self._flip)
+            for number in reversed(range(BLOCK)):
+                part = None if drawn is None else drawn[slice(number * classes, (number + 1) * classes)]
+                self._ready.append(View([weights[number] for weights in networks], part))
+        return self._ready.pop()
+
+
+@dataclass(frozen=True)
+class View:
+    """One network and one augmentation per class: how an iteration looks at images, real and synthetic alike."""
+
+    network: list[torch.Tensor]
+    augmentation: Augmentation | None
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Features, [N, features]; row-wise."""
+        if self.augmentation is not None:
+            images = self.augmentation[labels](images)
+        return embed(images, self.network)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.network, *([] if self.augmentation is None else [self.augmentation.table])]
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> View:
+        """The same kind of view, made of these tensors."""
+        depth = len(self.network)
+        return View(list(tensors[:depth]), Augmentation(*tensors[depth:]) if self.augmentation is not None else None)
+
+
+class Matcher:
+    """Synthetic images, moved until their mean embeddings are the given ones: distribution matching.
+
+    All classes go through one network at once; on a GPU an iteration is one graph. Embeddings are taken as directions
+    (norm 1) if `unit`; the factor that makes them so is not differentiated. `start` is the first images, or the
+    standard deviation of their noise. `smoothness` is the length, in image sides, over which neighbouring pixels move
+    together: noise is white, images are not. With `decay` the learning rate falls to zero along a cosine. The outcome
+    is the mean of the images over the last `average` of the iterations.
+    """
+
+    def __init__(
+        self,
+        public: PublicFacts,
+        per_class: int,
+        iterations: int,
+        generator: torch.Generator,
+        *,
+        unit: bool,
+        learning_rate: float,
+        momentum: float,
+        decay: bool = False,
+        smoothness: float = 0.0,
+        average: float = 0.0,
+        start: float | torch.Tensor = 1.0,
+    ) -> None:
+        device = generator.device
+        self.labels = torch.arange(len(public.classes), device=device).repeat_interleave(per_class)
+        if not isinstance(start, torch.Tensor):
+            start = start * torch.randn(len(self.labels), *public.shape, generator=generator, device=device)
+        self.images = start
+        self._per_class, self._unit, self._momentum = per_class, unit, momentum
+        self._rate, self._decay, self._iterations = learning_rate, decay, iterations
+        self._averaged_from = round((1 - average) * iterations)
+        self._correlations = [_correlation(size, smoothness * size, device) for size in public.shape[1:]]
+        self._smooth = smoothness > 0
+        self._velocity = torch.zeros_like(start)
+        self._mean, self._count, self._done = torch.zeros_like(start), 0, 0
+        self._look, self._pull = Graph(self._means), Graph(self._move)
+
+    def means(self, view: View) -> torch.Tensor:
+        """Mean embeddings of the images as they are, [classes, features]."""
+        found = self._look(view)
+        assert found is not None
+        return found
+
+    def pull(self, view: View, difference: torch.Tensor) -> None:
+        """One iteration that moves mean embeddings along `difference`, [classes, features]."""
+        rate = self._rate
+        if self._decay:
+            rate *= (1 + math.cos(math.pi * self._done / self._iterations)) / 2
+        self._pull(view, difference.float(), torch.full((), rate, device=difference.device))
+        self._done += 1
+        if self._done > self._averaged_from:
+            self._count += 1
+            self._mean += (self.images - self._mean) / self._count
+
+    def result(self) -> torch.Tensor:
+        return self._mean if self._count else self.images
+
+    def _parts(self) -> Iterator[tuple[slice, slice]]:
+        """Some classes at a time, and their images."""
+        classes = max(1, CHUNK // self._per_class)
+        for first in range(0, len(self.images) // self._per_class, classes):
+            yield slice(first, first + classes), slice(first * self._per_class, (first + classes) * self._per_class)
+
+    def _embedded(self, view: View, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean embeddings of some classes."""
+        rows = view(images, labels)
+        if self._unit:
+            rows = rows / torch.linalg.vector_norm(rows.detach(), dim=1, keepdim=True).clamp_min(TINY)
+        return rows.view(-1, self._per_class, rows.shape[1]).mean(1)
+
+    def _means(self, view: View) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([self._embedded(view, self.images[part], self.labels[part]) for _, part in self._parts()])
+
+    def _move(self, view: View, difference: torch.Tensor, rate: torch.Tensor) -> None:
+        for classes, part in self._parts():
+            images = self.images[part].detach().requires_grad_(True)
+            with torch.enable_grad():
+                toward = (self._embedded(view, images, self.labels[part]) * difference[classes]).sum()
+                (gradient,) = torch.autograd.grad(toward, images)
+            if self._smooth:
+                gradient = self._correlations[0] @ gradient @ self._correlations[1]
+            velocity = self._velocity[part].mul_(self._momentum).add_(gradient)
+            self.images[part] = (self.images[part] + rate * velocity).clamp_(-1, 1)
+
+
+class Graph:
+    """A function of a view and tensors; on a GPU captured at the third call and replayed as one launch from then on."""
+
+    def __init__(self, function: Callable[..., torch.Tensor | None]) -> None:
+        self._function, self._calls = function, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, view: View, *tensors: torch.Tensor) -> torch.Tensor | None:
+        inputs = [*view.tensors(), *tensors]
+        if inputs[0].device.type == "cuda" and self._calls >= WARM_UP:
+            if self._graph is None:
+                self._inputs = [tensor.clone() for tensor in inputs]
+                depth = len(view.tensors())
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph):
+                    self._result = self._function(view.like(self._inputs[:depth]), *self._inputs[depth:])
+            torch._foreach_copy_(self._inputs, inputs)
+            self._graph.replay()
+            return self._result
+        self._calls += 1
+        return self._function(view, *tensors)
+
+
+def _correlation(size: int, length: float, device: torch.device) -> torch.Tensor:
+    """Correlation of pixels that falls off over `length`, [size, size]; white noise keeps its strength under it."""
+    place = torch.arange(size, device=device)
+    matrix = torch.exp(-(place[:, None] - place).abs() / max(length, 1e-6))
+    return matrix / matrix.square().sum(1).mean().sqrt()

@@ -1,0 +1,136 @@
+"""Private dataset condensation: LDPDC and NDPDC ("Differentially Private Dataset Condensation").
+
+The idea: a few images per class that teach a classifier what the whole set would. Each iteration takes a Poisson sample
+of every class and releases a noisy sum; all that follows is post-processing.
+
+- `ldpdc` releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a synthetic image.
+- `ndpdc` releases noisy sums of embeddings by a fresh random network, clipped to norm G, of augmented images; synthetic
+  images descend on the squared distance between their own mean embedding and the released one.
+
+Released: M (ldpdc) or I (ndpdc) noisy class sums over Poisson samples; noisy class counts unless sizes are declared.
+Public: image shape, class names; networks and augmentations, which are drawn from the user's seed.
+Events: Gaussian sums over Poisson samples with probability q, composed by PLD; classes are blocks of one vector.
+
+q is chosen, or computed as L / N_c from sizes that are declared public (`group_size`, `public_size`); then each class
+has a q of its own and the largest is accounted. Counts that are released only scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from sfumato.data import PublicFacts
+from sfumato.methods.condensation import Matcher, PrivateCondenser, View, Views
+from sfumato.nets.random_convnet import WIDTH
+from sfumato.privacy import Vault
+from sfumato.progress import track
+
+GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
+
+
+@dataclass(kw_only=True, eq=False)
+class LinearCondenser(PrivateCondenser):
+    """LDPDC: each synthetic image is a noisy sum of real ones over the expected number of them.
+
+    images_per_class: the paper's M.
+    """
+
+    key: ClassVar[str] = "ldpdc"
+    paper: ClassVar[str] = "Differentially Private Dataset Condensation (LDPDC)"
+    summary: ClassVar[str] = "a few noisy averages of images per class"
+
+    def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
+        return self.images_per_class
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        expected, shares = self._expected(vault, public), self._shares(public)
+        bound = math.sqrt(math.prod(public.shape))  # of pixels in [-1, 1]
+        sums = [
+            vault.sum(
+                lambda images: images.flatten(1), release="sums", bound=bound, by_class=True, sampling_prob=shares
+            )
+            for _ in track(self.images_per_class, "averages")
+        ]
+        images = torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
+        labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
+        self._keep(images, labels)
+
+
+@dataclass(kw_only=True, eq=False)
+class NonlinearCondenser(PrivateCondenser):
+    """NDPDC: synthetic images whose mean embedding in random networks is the released one.
+
+    images_per_class, iterations, bound, learning_rate: the paper's M, I, G, eta. augmentation: the same random change
+    of real and synthetic images, one per class and iteration; flip: with left and right exchanged among them.
+
+    residual: rows are directions minus the synthetic images' mean direction in their class (public: it comes from
+    earlier releases), clipped to G. Embeddings of a class are much alike, so that their differences from that mean are
+    short: for the same noise, up to three times the signal. Without it rows are the paper's: embeddings clipped to G.
+
+    start: standard deviation of the first images' pixels. momentum, decay (of the learning rate, along a cosine),
+    smoothness, average: see `Matcher`. width: of the networks. The paper's form is residual=False, bound=1, start=1,
+    learning_rate=1, decay=False, smoothness=0, average=0.
+    """
+
+    key: ClassVar[str] = "ndpdc"
+    paper: ClassVar[str] = "Differentially Private Dataset Condensation (NDPDC)"
+    summary: ClassVar[str] = "a few images per class, matched to noisy embeddings in random networks"
+
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "momentum", "smoothness", "average"})
+
+    iterations: int = 500
+    bound: float = 0.3
+    residual: bool = True
+    start: float = 0.3
+    learning_rate: float = 0.5
+    momentum: float = 0.5
+    decay: bool = True
+    smoothness: float = 0.02
+    average: float = 0.2
+    width: int = WIDTH
+    augmentation: bool = True
+    flip: bool = False
+
+    def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
+        return self.iterations
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        expected, shares = self._expected(vault, public), self._shares(public)
+        views = Views(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
+        matcher = Matcher(
+            public,
+            self.images_per_class,
+            self.iterations,
+            generator,
+            unit=True,
+            learning_rate=2 * GROUP * self.images_per_class * self.learning_rate,
+            momentum=self.momentum,
+            decay=self.decay,
+            smoothness=self.smoothness,
+            average=self.average,
+            start=self.start,
+        )
+        for _ in track(self.iterations, "matching"):
+            view = views.next()
+            means = matcher.means(view)
+            sums = vault.sum(
+                self._residual(view, means) if self.residual else view,
+                release="sums",
+                bound=self.bound,
+                by_class=True,
+                with_labels=True,
+                sampling_prob=shares,
+            )
+            found = sums / (expected * self.bound)
+            matcher.pull(view, found if self.residual else found - means)
+        self._keep(matcher.result(), matcher.labels)
+
+    def _residual(self, view: View, means: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return lambda images, labels: functional.normalize(view(images, labels)) - means[labels]

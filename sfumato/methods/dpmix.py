@@ -1,0 +1,75 @@
+"""DPMix: noisy mixtures of images and of their labels (Lee, Kim, Lee, Suh, Ramchandran; ISIT 2019). A baseline.
+
+The idea: the average of a few random images of any class, with noise, and the average of their labels, with noise.
+A synthetic image's class is the one that is most over-represented in its mixture.
+
+Released: for each synthetic image a noisy sum of (image, weighted one-hot label) over a Poisson sample of all classes;
+noisy class counts unless sizes are declared. Public: image shape, class names.
+Events: Gaussian sums over Poisson samples with probability q, composed by PLD.
+
+What is ours: Poisson samples and sums (the paper draws without replacement and noises means); hard labels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from sfumato.data import PublicFacts
+from sfumato.methods.condensation import PrivateCondenser
+from sfumato.privacy import Vault
+from sfumato.progress import track
+
+
+@dataclass(kw_only=True, eq=False)
+class Mixer(PrivateCondenser):
+    """Noisy mixtures: `images_per_class` times the number of classes of them, whatever classes they turn out to be.
+
+    sampling_prob: q; group_size: the expected number of images in a mixture, in its place, if sizes are public.
+    label_weight: norm of the label's part of a row, where the image's has at most 1.
+    """
+
+    key: ClassVar[str] = "dpmix"
+    paper: ClassVar[str] = "Synthesizing Differentially Private Datasets using Random Mixing (Lee et al., ISIT 2019)"
+    summary: ClassVar[str] = "noisy averages of a few images of any class, with noisy labels; a baseline"
+
+    sampling_prob: float = 0.001
+    label_weight: float = 1.0
+
+    def _times(self, public: PublicFacts) -> int:
+        return self.images_per_class * len(public.classes)
+
+    def _shares(self, public: PublicFacts) -> list[float]:
+        """The same q for all classes: a mixture is of all of them."""
+        shares = super()._shares(public)
+        if self.group_size is not None and public.sizes:
+            shares = [min(1.0, self.group_size / max(sum(public.sizes), 1))] * len(shares)
+        return shares
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        expected = self._expected(vault, public)[:, 0]  # of each class in a mixture
+        pixels, classes = math.prod(public.shape), len(public.classes)
+        labelled = classes > 1
+        scale = math.hypot(1.0, self.label_weight) if labelled else 1.0
+
+        def row(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            parts = [images.flatten(1) / math.sqrt(pixels)]
+            if labelled:
+                parts.append(self.label_weight * functional.one_hot(labels, classes))
+            return torch.cat(parts, 1) / scale
+
+        sums = torch.stack(
+            [
+                vault.sum(row, release="sums", bound=1.0, with_labels=True) * scale
+                for _ in track(self._times(public), "mixtures")
+            ]
+        )
+        images = sums[:, :pixels] * (math.sqrt(pixels) / expected.sum())
+        labels = torch.zeros(len(sums), dtype=torch.int64, device=sums.device)
+        if labelled:
+            labels = (sums[:, pixels:] / self.label_weight - expected).argmax(1)
+        self._keep(images.view(-1, *public.shape), labels)
