@@ -1,0 +1,176 @@
+"""Distribution matching without privacy: it matches, it says that it is not private, and it is not what Eq. 8 says."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import sfumato as sf
+from sfumato.data import DataError, ImageSet
+from sfumato.evaluate import downstream_accuracy
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.dm import class_batches, initial_noise
+
+QUICK: dict[str, Any] = {"images_per_class": 10, "batch_size": 32, "width": 32, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def experiment() -> ModuleType:
+    """benchmarks/privacy_for_free.py"""
+    path = Path(__file__).parents[2] / "benchmarks" / "privacy_for_free.py"
+    spec = importlib.util.spec_from_file_location("privacy_for_free", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def fitted(digits: ImageSet) -> Synthesizer:
+    return sf.create("dm", iterations=150, **QUICK).fit(digits)
+
+
+@pytest.fixture(scope="module")
+def noise(digits: ImageSet) -> torch.Tensor:
+    """What `fitted` started from."""
+    return initial_noise(digits.public(), 10, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def linear(digits: ImageSet, noise: torch.Tensor, experiment: ModuleType) -> torch.Tensor:
+    """Eq. 8 from the same noise."""
+    pairs = zip(noise.split(10), by_class(digits), strict=True)
+    return torch.cat([experiment.linear_construction(*pair) for pair in pairs])
+
+
+def by_class(images: ImageSet) -> list[torch.Tensor]:
+    pixels = images.images.float() / 127.5 - 1
+    return [pixels[images.labels == label] for label in range(len(images.classes))]
+
+
+def losses(experiment: ModuleType, digits: ImageSet, **sets: torch.Tensor) -> dict[str, list[float]]:
+    found = experiment.matching_losses(
+        sets, digits, networks=5, seed=1, device=torch.device("cpu"), batch_size=64, width=32
+    )
+    assert isinstance(found, dict)
+    return found
+
+
+def test_it_starts_from_the_noise(digits: ImageSet, noise: torch.Tensor) -> None:
+    model = sf.create("dm", iterations=1, learning_rate=1e-9, **QUICK).fit(digits)
+    assert torch.allclose(model.images_, noise.clamp(-1, 1), atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_matching_lowers_the_loss(digits: ImageSet, fitted: Any, noise: torch.Tensor, experiment: ModuleType) -> None:
+    found = losses(experiment, digits, noise=noise, dm=fitted.images_)
+    assert max(found["dm"]) < min(found["noise"]) / 20
+
+
+def test_it_teaches_a_classifier(digits: ImageSet, fitted: Synthesizer) -> None:
+    test = sf.load_images("digits", split="test")
+    assert downstream_accuracy(fitted.sample(100), test, "logistic").mean > 80
+
+
+def test_the_certificate_says_none(few_digits: ImageSet, tmp_path: Path) -> None:
+    model = sf.create("dm", iterations=2, **QUICK).fit(few_digits, run_dir=tmp_path)
+    certificate = model.certificate_
+    assert (certificate.guarantee, certificate.epsilon) == ("none", None)
+    assert certificate.void is not None
+    assert "raw images" in certificate.void
+    assert certificate.claimed is not None
+    assert "not so" in certificate.claimed["why"]
+    verification = sf.verify(tmp_path / "certificate.json")
+    assert verification.ok
+    assert verification.guarantee == "none"
+    loaded = sf.load(tmp_path, device="cpu")
+    assert torch.equal(loaded.sample(5).images, model.sample(5).images)
+
+
+def test_a_budget_is_refused(few_digits: ImageSet) -> None:
+    with pytest.raises(ValueError, match="cannot keep epsilon 1"):
+        sf.create("dm", epsilon=1.0)
+    with pytest.raises(ValueError, match="cannot keep epsilon 3"):
+        sf.create("dm", **QUICK).set_params(epsilon=3.0).fit(few_digits)
+    planned = sf.create("dm").plan(few_digits.public())
+    assert planned.epsilon == math.inf
+    assert not planned.releases
+
+
+def test_unlabelled_images_are_one_class(digits: ImageSet) -> None:
+    model = sf.create("dm", iterations=2, **QUICK).fit(ImageSet(digits.images))
+    sample = model.sample(10)
+    assert sample.labels is None
+    assert sample.shape == digits.shape
+
+
+def test_batches_hold_each_class_alike(few_digits: ImageSet) -> None:
+    """Without repetition; a class that is smaller than a batch is there as a whole."""
+    assert few_digits.labels is not None
+    numbered = torch.arange(61).byte().view(-1, 1, 1, 1)  # each image is its own number
+    generator = torch.Generator().manual_seed(0)
+    batches = class_batches(numbered, few_digits.labels, few_digits.public(), 15, generator)
+    drawn = [next(batches) for _ in range(2)]
+    for pixels, labels in drawn:
+        numbers = ((pixels.flatten() + 1) * 127.5).round().long()
+        assert torch.bincount(labels).tolist() == [15, 15, 15, 1]
+        assert torch.equal(few_digits.labels[numbers], labels)
+        assert len(numbers.unique()) == len(numbers)
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+
+
+def test_an_empty_class_is_named(few_digits: ImageSet) -> None:
+    absent = ImageSet(few_digits.images[:60], few_digits.labels[:60], few_digits.classes)  # type: ignore[index]
+    with pytest.raises(DataError, match="no images of class '3'"):
+        sf.create("dm", **QUICK).fit(absent)
+
+
+def test_the_basis_spans_the_class_and_no_more(digits: ImageSet, experiment: ModuleType) -> None:
+    """Thirty images in 64 dimensions: who is a member can be read off Q."""
+    members, others = by_class(digits)[3][:30], by_class(digits)[3][30:]
+    basis = experiment.basis_of(members.flatten(1))
+    assert basis.shape == (64, 64)
+    assert torch.allclose(basis.T @ basis, torch.eye(64, dtype=torch.float64), atol=1e-9)
+    assert experiment.outside_span(basis, 30, members).max() < 1e-9
+    assert experiment.outside_span(basis, 30, others).min() > 1e-3
+
+
+def test_known_noise_gives_the_basis_away(digits: ImageSet, experiment: ModuleType) -> None:
+    """As many images as pixels, and the seed that they came from: Q follows, and with it the members."""
+    members, others = by_class(digits)[3][:30], by_class(digits)[3][30:]
+    noise = torch.randn(65, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    made = experiment.linear_construction(noise, members)
+    known, seen = noise.flatten(1), made.flatten(1)
+    found = torch.linalg.solve(known[1:] - known[0], seen[1:] - seen[0]).T  # the mean cancels
+    assert experiment.outside_span(found, 30, members).max() < 1e-6
+    assert experiment.outside_span(found, 30, others).min() > 1e-3
+
+
+def test_eq_8_is_not_what_matching_makes(
+    digits: ImageSet, fitted: Any, linear: torch.Tensor, experiment: ModuleType
+) -> None:
+    """Its loss is far higher, also when cut to black and white, so it is no minimum of Eq. 3."""
+    found = losses(experiment, digits, linear=linear, cut=linear.clamp(-1, 1), dm=fitted.images_)
+    assert max(found["dm"]) < min(found["linear"]) / 5
+    assert max(found["dm"]) < min(found["cut"]) / 5
+
+
+def test_eq_8_is_another_distribution(
+    digits: ImageSet, fitted: Any, linear: torch.Tensor, experiment: ModuleType
+) -> None:
+    """Spreads differ in every class. Means need not: on digits they do not (docs/privacy-for-free.md)."""
+    parts = zip(linear.split(10), fitted.images_.split(10), by_class(digits), strict=True)
+    found = [experiment.compare(*part) for part in parts]
+    assert max(result["spreads"]["p"] for result in found) < 1e-6
+
+
+def test_the_comparison_finds_another_mean(digits: ImageSet, experiment: ModuleType, linear: torch.Tensor) -> None:
+    """Images of a wrong class: the test has the power to see it."""
+    found = experiment.compare(linear[:10], linear[10:20], by_class(digits)[0])
+    assert found["means"]["p"] < 1e-4
