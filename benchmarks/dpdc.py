@@ -113,7 +113,7 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
     started = time.perf_counter()
     model.fit(images)
     seconds = time.perf_counter() - started
-    synthetic = model.sample(model.default_number)
+    synthetic = model.sample(len(model._state()["images"]))
     certificate = model.certificate_
     if options.pictures and job["seed"] == 0 and job["table"] in ("budget", "paper", "baseline"):
         epsilon = "paper" if job["table"] == "paper" else f"{job['params'].get('epsilon', math.inf):g}"

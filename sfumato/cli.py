@@ -60,7 +60,10 @@ Params = Annotated[list[str] | None, typer.Option("--set", help="A parameter of 
 Seed = Annotated[int, typer.Option(help="Initial weights and sampling; never the privacy noise.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the same folder.")]
-Count = Annotated[int, typer.Option("--number", "-n", min=1, help="Number of synthetic images.")]
+Count = Annotated[
+    int | None,
+    typer.Option("--number", "-n", min=1, help="Synthetic images; all there are, where a method makes only a few."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -135,7 +138,7 @@ def fit(
 def sample(
     run: Annotated[Path, typer.Argument(help="A folder that fit or synth made.")],
     target: Annotated[Path, typer.Option("--out", "-o", help="Folder, FILE.npz or FILE.parquet.")],
-    number: Count = 1000,
+    number: Count = None,
     label: Annotated[str | None, typer.Option(help="Only this class.")] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -143,7 +146,11 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Draw synthetic images from a model; costs no privacy."""
-    images = sf.load(run, device=device).sample(number, labels=label, seed=seed)
+    model = sf.load(run, device=device)
+    most = model.most(model.public_) or 1000 * len(model.public_.classes)
+    images = model.sample(
+        number or min(1000, most // (len(model.public_.classes) if label else 1)), labels=label, seed=seed
+    )
     written = sf.save_images(images, target, overwrite=overwrite)
     _print_json({"out": str(written), "images": len(images)}) if as_json else out.print(
         f"{len(images)} images in {escape(str(written))}"
@@ -158,10 +165,7 @@ def synth(
     epsilon: Epsilon = 1.0,
     delta: Delta = 1e-5,
     adjacency: Relation = "add-remove",
-    number: Annotated[
-        int | None,
-        typer.Option("--number", "-n", min=1, help="Number of synthetic images; else 10,000, or all there are."),
-    ] = None,
+    number: Count = None,
     test: Annotated[
         str | None, typer.Option(help="Real images, declared public by this, to measure utility on.")
     ] = None,

@@ -10,8 +10,12 @@ from typing import Any
 from sfumato.data import DataError, ImageSet, contact_sheet, save_images
 from sfumato.data.atomic import replacing
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
+from sfumato.evaluate.classifiers import Recipe
 from sfumato.methods.base import Synthesizer, started
 from sfumato.privacy import Certificate
+
+NUMBER = 10_000  # images, when nobody says how many
+CONDENSED = Recipe(300, condensed=True)  # for a few images per class
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,24 @@ def synthesize(
     resume: bool = False,
 ) -> Synthesis:
     """Fits `model` on private `images` and fills `folder`; `test` images are declared public by being given."""
+    public = model.public_facts(images)
     if test is not None:
-        check_comparable(test, model.public_facts(images))  # before anything is spent, and by public facts alone
+        check_comparable(test, public)  # before anything is spent, and by public facts alone
+    most = model.most(public)
+    if number is not None and most is not None and number > most:
+        raise DataError(
+            f"{model.key} makes {most} images and no more; ask for at most that many, or set images_per_class higher"
+        )
     model.fit(images, run_dir=folder, resume=resume)
-    synthetic = model.sample(number or model.default_number, seed=model.seed)
+    synthetic = model.sample(number or most or NUMBER, seed=model.seed)
     save_images(synthetic, folder / "images", overwrite=True)
     save_images(synthetic, folder / "images.npz", overwrite=True)
     contact_sheet(synthetic, folder / "samples.png")
     accuracy = None
     metrics: dict[str, Any] = {}
     if test is not None:
-        accuracy = downstream_accuracy(synthetic, test, device=model.torch_device)
+        recipe = Recipe() if most is None else CONDENSED
+        accuracy = downstream_accuracy(synthetic, test, recipe=recipe, device=model.torch_device)
         metrics["utility"] = {"small_cnn": accuracy.to_dict()}
     with replacing(folder / "metrics.json", overwrite=True) as partial:
         partial.write_text(json.dumps(metrics, indent=2) + "\n", "utf-8")

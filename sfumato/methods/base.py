@@ -109,6 +109,12 @@ class Synthesizer(ABC):
                 device=self.torch_device,
                 secure=self.secure,
             )
+            for release in vault.plan.releases:
+                if release.times > 1 and vault.remaining(release.name) < release.times:
+                    raise DataError(
+                        f"{folder} was interrupted among its {release.times} releases of {release.name!r}; they are not "
+                        "kept, and their budget is spent. Start a new run; both ledgers then charge the same images"
+                    )
             self._fit(vault, public)
             self.certificate_ = Certificate.from_ledger(ledger, claimed=self.claimed)
         self.public_ = public
@@ -116,10 +122,9 @@ class Synthesizer(ABC):
             self.save(folder)
         return self
 
-    @property
-    def default_number(self) -> int:
-        """How many images `synth` draws when nobody says how many."""
-        return 10_000
+    def most(self, public: PublicFacts) -> int | None:  # noqa: ARG002
+        """The number of images that a fitted model can give; None if there is no limit."""
+        return None
 
     def sample(self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0) -> ImageSet:
         """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released."""

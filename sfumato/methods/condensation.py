@@ -31,9 +31,8 @@ class Condenser(Synthesizer):
 
     images_per_class: int = 50
 
-    @property
-    def default_number(self) -> int:
-        return len(self.images_)
+    def most(self, public: PublicFacts) -> int:
+        return self.images_per_class * len(public.classes)
 
     def _keep(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """The condensed set: float pixels, of which those beyond [-1, 1] are cut off when they are written."""

@@ -38,12 +38,16 @@ GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1
 class LinearCondenser(PrivateCondenser):
     """LDPDC: each synthetic image is a noisy sum of real ones over the expected number of them.
 
-    images_per_class: the paper's M.
+    images_per_class: the paper's M. contrast: a factor for all pixels before they are cut off at black and white; below
+    1 more of the noise survives the cut, which colour images need.
     """
 
     key: ClassVar[str] = "ldpdc"
     paper: ClassVar[str] = "Differentially Private Dataset Condensation (LDPDC)"
     summary: ClassVar[str] = "a few noisy averages of images per class"
+
+    sampling_prob: float = 0.008
+    contrast: float = 1.0
 
     def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
         return self.images_per_class
@@ -57,7 +61,7 @@ class LinearCondenser(PrivateCondenser):
             )
             for _ in track(self.images_per_class, "averages")
         ]
-        images = torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
+        images = self.contrast * torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
 
