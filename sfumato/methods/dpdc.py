@@ -75,7 +75,7 @@ class NonlinearCondenser(PrivateCondenser):
 
     residual: rows are directions minus the synthetic images' mean direction in their class (public: it comes from
     earlier releases), clipped to G. Embeddings of a class are much alike, so that their differences from that mean are
-    short, and a smaller G, with less noise, does them no harm. Without it rows are the paper's: embeddings clipped to G.
+    short, and a smaller G, with less noise, does them no harm. Without it rows are the paper's: clipped embeddings.
 
     start: standard deviation of the first images' pixels. momentum, decay (of the learning rate, along a cosine),
     smoothness, average: see `Matcher`. width: of the networks. The paper's form is residual=False, bound=1, start=1,
