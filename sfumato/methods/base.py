@@ -112,8 +112,9 @@ class Synthesizer(ABC):
             for release in vault.plan.releases:
                 if release.times > 1 and vault.remaining(release.name) < release.times:
                     raise DataError(
-                        f"{folder} was interrupted among its {release.times} releases of {release.name!r}; they are "
-                        "not kept, and their budget is spent. Start a new run; both ledgers then charge the same images"
+                        f"{folder} is finished, or was interrupted among its {release.times} releases of "
+                        f"{release.name!r}: they are not kept, and their budget is spent. Load its model, or start a "
+                        "new run; both ledgers then charge the same images"
                     )
             self._fit(vault, public)
             self.certificate_ = Certificate.from_ledger(ledger, claimed=self.claimed)

@@ -48,6 +48,7 @@ class Answer:
     exact: torch.Tensor
     radius: float
     noised: torch.Tensor
+    shares: list[float] | None
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Tape:
     present: bool = True
     replay: list[Answer] | None = None
     answers: list[Answer] = field(default_factory=list)
+    shares: list[float] | None = None  # of the query under way
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthe
         raise UnsoundError("the number or order of queries depends on a single record")
     for a, b in zip(recorded, replayed, strict=True):
         name = a.release.name
-        if (a.release, a.radius, a.exact.shape) != (b.release, b.radius, b.exact.shape):
-            raise UnsoundError(f"release {name!r}: its noise, bound or shape depends on a single record")
+        if (a.release, a.radius, a.exact.shape, a.shares) != (b.release, b.radius, b.exact.shape, b.shares):
+            raise UnsoundError(f"release {name!r}: its noise, bound, shape or sampling depends on a single record")
         allowed = a.radius * a.release.shift(model.adjacency) * (1 + SLACK)
         moved = float((a.exact.double() - b.exact.double()).norm())
         if moved > allowed:
@@ -147,7 +149,10 @@ def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
 
 
 def _numbers(value: Any) -> list[torch.Tensor]:
-    """All numbers inside lists, tuples, dictionaries and tensors, in order."""
+    """All numbers inside lists, tuples, dictionaries and tensors, in order; texts and sets as their characters."""
+    if isinstance(value, str | set | frozenset):
+        text = value if isinstance(value, str) else repr(sorted(map(repr, value)))
+        return [torch.tensor(list(text.encode()), dtype=torch.float64)]
     if isinstance(value, torch.Tensor | int | float):
         return [torch.as_tensor(value).detach().double().flatten().cpu()]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -229,14 +234,18 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
             chance[tape.place] = 0
             if not tape.present:
                 chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
-            return (chance < (release.sampling_prob if shares is None else max(shares))).nonzero()[:, 0]
+            tape.shares = shares
+            most = release.sampling_prob if shares is None else max(shares)
+            if most > release.sampling_prob:
+                raise UnsoundError(f"release {release.name!r}: a class is drawn with {most}, more than is charged")
+            return (chance < most).nonzero()[:, 0]
 
         def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
             asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1
             if self.ledger.charged(release.name) < asked:
                 raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger")
             noised: torch.Tensor = super()._noised(release, exact, radius, secure)
-            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone()))
+            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone(), tape.shares))
             if tape.replay is None:
                 return noised
             recorded = tape.replay[len(tape.answers) - 1 :][:1]

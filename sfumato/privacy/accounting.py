@@ -75,7 +75,11 @@ class Release:
             raise ValueError(f"release {self.name!r}: weight must be greater than 0, got {self.weight}")
         if type(self.nonnegative) is not bool:
             raise ValueError(f"release {self.name!r}: nonnegative must be True or False, got {self.nonnegative!r}")
-        z = self.noise_multiplier
+        # Plain numbers: what was accounted for cannot change afterwards.
+        object.__setattr__(self, "sampling_prob", float(self.sampling_prob))
+        object.__setattr__(self, "weight", float(self.weight))
+        z = None if self.noise_multiplier is None else float(self.noise_multiplier)
+        object.__setattr__(self, "noise_multiplier", z)
         if z is not None and not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
             raise ValueError(f"release {self.name!r}: noise_multiplier must be 0 or from 1e-3 to 1e9, got {z}")
 

@@ -1,4 +1,4 @@
-"""Poisson subsampling: each record is in the sample independently, with the same public probability."""
+"""Poisson subsampling: each record is in the sample independently, with a public probability."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tenso
     """
     each = np.asarray(probability, dtype=np.float64)
     if each.shape not in ((), (records,)) or not np.all((each > 0) & (each <= 1)):
-        raise ValueError(f"sampling probability must lie in (0, 1], got {probability}")
+        raise ValueError(f"sampling probability must lie in (0, 1], got {probability if not each.shape else 'others'}")
     if not each.shape and each == 1:
         return torch.arange(records)
     return torch.from_numpy((host_generator().random(records) < each).nonzero()[0])

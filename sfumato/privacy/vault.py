@@ -79,7 +79,7 @@ class Vault:
     `keep` is a folder for noised results, so that a resumed run need not pay for them again.
 
     Guarantee: everything that leaves, except through `unprotected`, is the Gaussian mechanism on a
-    Poisson sample with the noise and probability of its ledger line; the composition of all lines is within
+    Poisson sample with the noise and at most the probability of its ledger line; the composition of all lines is within
     `budget`, checked before an image is read. Image shape, class names and the number of classes are public.
     """
 
@@ -109,7 +109,7 @@ class Vault:
         self._keep = keep
         self._batch_size = batch_size or (BATCH_SIZE if self.device.type == "cpu" else DEVICE_BATCH_SIZE)
         self._reserved: dict[str, int] = {}
-        self._widths: dict[str, int] = {}
+        self._proved: dict[str, tuple[Any, int]] = {}  # of each release: the kind of feature, and its width
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Vault:
             parts.append(self._rows(transform, index, shape=shape).float().to(home))
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._widths = torch.cat(parts), {}
+        mapped._images, mapped._proved = torch.cat(parts), {}
         return mapped
 
     def remaining(self, release: str) -> int:
@@ -332,7 +332,7 @@ class Vault:
 
     def _shares(self, given: Any, release: Release) -> list[float]:
         """A sampling probability for each class. Guarantee: plain numbers, none above the planned one."""
-        shares = [float(share) for share in given]
+        shares = [float(share) for share in given] if isinstance(given, list | tuple) else []
         if len(shares) != len(self.classes) or not all(0 < share <= release.sampling_prob for share in shares):
             raise BudgetExceeded(
                 f"release {release.name!r} needs a sampling probability for each of {len(self.classes)} classes, "
@@ -341,41 +341,61 @@ class Vault:
         return shares
 
     def _width(self, feature: Feature, release: Release, with_labels: bool) -> int:
-        """Length of a row. It is proved row-wise whenever a block of releases is begun: networks change in training."""
-        if self._reserved.get(release.name, 0) < 1 or release.name not in self._widths:
-            self._widths[release.name] = self._rowwise_shape(feature, with_labels).numel()
-        return self._widths[release.name]
+        """Length of a row.
+
+        Guarantee: the feature has been proved row-wise in this block of releases, or one of the same code and, as far
+        as networks in it can be found, in the same modes.
+        """
+        kind = _kind(feature)
+        if self._reserved.get(release.name, 0) < 1 or self._proved.get(release.name, (None, 0))[0] != kind:
+            self._proved[release.name] = kind, self._rowwise_shape(feature, with_labels).numel()
+        return self._proved[release.name][1]
 
     def _rowwise_shape(self, feature: Feature, with_labels: bool = False) -> torch.Size:
-        """Shape of a row, once `feature` has shown on public noise that rows do not depend on each other.
+        """Shape of a row, once `feature` has shown on public images that rows do not depend on each other.
 
-        Guarantee: no private record is read. Batch statistics, such as batch norm in training mode, and modules that
-        keep running statistics fail here.
+        The same probes stand at different places of a full batch, among brighter near-copies of all classes, and among
+        blank images; their rows must be the same. A batch statistic, robust or not, by class or not, another image's
+        row, randomness, or memory shows.
+
+        Guarantee: no private record is read. What one image does to the others that these probes do not show is not
+        excluded; modules that keep running statistics fail.
         """
-        probes = self._probes()
-        labels = torch.arange(PROBES, device=self.device) % len(self.classes) if with_labels else None
-
-        def rows(*order: int) -> torch.Tensor:
-            some = torch.tensor(order, device=self.device)
-            return self._apply(feature, probes[some], None if labels is None else labels[some])
-
+        size = max(self._batch_size, 4 * PROBES)
         before = _buffers(feature)
-        whole = rows(*range(PROBES))
-        parts = torch.cat([rows(0), rows(*range(PROBES - 1, 0, -1)).flip(0)])
+        one, *others = (
+            self._probed(feature, size, places, crowded, with_labels)
+            for places, crowded in (
+                (list(range(PROBES)), True),
+                ([size - 1 - 3 * number for number in range(PROBES)], False),
+                ([0, *range(size // 2, size // 2 + PROBES - 1)], True),
+            )
+        )
         if any(not torch.equal(old, new) for old, new in zip(before, _buffers(feature), strict=True)):
             raise ValueError("this feature map keeps statistics of the images that it sees; use eval mode")
-        if whole.shape != parts.shape:
-            raise ValueError(
-                f"a feature map must give rows of one shape, got {tuple(whole.shape)}, {tuple(parts.shape)}"
-            )
-        if not whole.isfinite().all():
+        if not one.isfinite().all():
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
-        if not torch.allclose(whole.double(), parts.double(), rtol=1e-3, atol=1e-4 * float(whole.abs().max())):
-            raise ValueError(
-                "this feature map mixes the images of a batch (batch norm in training mode?) or is random: "
-                "one image's influence could not be bounded. Use eval mode, draw randomness beforehand."
-            )
-        return whole.shape[1:]
+        margin = 1e-4 * float(one.abs().max())
+        for other in others:
+            if one.shape != other.shape:
+                raise ValueError(f"a feature map must give rows of one shape, got {one.shape[1:]}, {other.shape[1:]}")
+            if not torch.allclose(one.double(), other.double(), rtol=1e-3, atol=margin):
+                raise ValueError(
+                    "this feature map mixes the images of a batch (batch norm in training mode?) or is random: "
+                    "one image's influence could not be bounded. Use eval mode, draw randomness beforehand."
+                )
+        return one.shape[1:]
+
+    def _probed(self, feature: Feature, size: int, places: list[int], crowded: bool, with_labels: bool) -> torch.Tensor:
+        """Rows of the probes at these places of a batch. Guarantee: fixed numbers go in, no record."""
+        probes = self._probes() / 2  # half as strong as the crowd, so that it sets a batch's extremes
+        batch = probes.new_zeros(size, *probes.shape[1:])
+        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
+        number = torch.arange(size, device=self.device)
+        if crowded:
+            batch, labels = probes[number * 5 % PROBES] + 0.5, number % len(self.classes)
+        batch[places], labels[places] = probes, number[:PROBES] % len(self.classes)
+        return self._given(feature, batch, labels if with_labels else None)[places]
 
     # -- private parts ------------------------------------------------------------------------------------
 
@@ -417,21 +437,26 @@ class Vault:
     def _apply(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """`feature` of some images, given to it in full batches of one size: blank images fill up the last.
 
-        Guarantee: what a batch holds beside a record, and how many records there are, does not change the shapes that
-        the device computes with, and so not the way in which it rounds that record's row.
+        Guarantee: how many records there are does not change the shapes that the device computes with. So a row does
+        not depend on them by way of rounding, except as far as a device rounds by place; the margin is for that.
         """
         rows = []
         for start in range(0, len(images), self._batch_size):
             part = slice(start, start + self._batch_size)
-            inputs = [_filled(tensor[part], self._batch_size) for tensor in (images, labels) if tensor is not None]
-            with torch.no_grad():
-                made = feature(*inputs).detach()
-            if len(made) != self._batch_size:
-                raise ValueError(
-                    f"a feature map must give one row per image, got {tuple(made.shape)} for {self._batch_size} images"
-                )
-            rows.append(made[: len(images) - start])
+            filled = [None if t is None else _filled(t[part], self._batch_size) for t in (images, labels)]
+            assert filled[0] is not None
+            rows.append(self._given(feature, filled[0], filled[1])[: len(images) - start])
         return torch.cat(rows)
+
+    def _given(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """`feature` of one batch. Guarantee: as many rows as images, cut off from every derivative."""
+        with torch.no_grad():
+            rows = (feature(images) if labels is None else feature(images, labels)).detach()
+        if len(rows) != len(images):
+            raise ValueError(
+                f"a feature map must give one row per image, got {tuple(rows.shape)} for {len(images)} images"
+            )
+        return rows
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""
@@ -463,6 +488,15 @@ def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.T
     if records and (int(labels.min()) < 0 or int(labels.max()) >= classes):
         raise ValueError(f"labels must lie between 0 and {classes - 1}")
     return labels.detach().cpu().clone()
+
+
+def _kind(feature: Feature) -> Any:
+    """What a feature map is: its code, and the modes of the networks that it is or holds."""
+    inside = [feature, getattr(feature, "__self__", None)]
+    inside += [cell.cell_contents for cell in getattr(feature, "__closure__", None) or ()]
+    networks = [part for part in inside if isinstance(part, torch.nn.Module)]
+    modes = tuple(module.training for network in networks for module in network.modules())
+    return getattr(feature, "__code__", type(feature)), modes
 
 
 def _filled(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ class QuietCounts(Vault):
     ("fault", "message"),
     [
         (HalfNoise, r"0\.\d+ times what is charged"),
-        (Mean, "noise, bound or shape depends on a single record"),
+        (Mean, "noise, bound, shape or sampling depends on a single record"),
         (MeanOfPublicSize, "one record moves the sum"),
         (ForgottenCharge, "without a charge"),
         (FixedNoise, "two runs drew the same noise"),
@@ -179,6 +179,46 @@ class Printed(Spy):
         print("loss", float(images.mean()))
 
 
+class Noted(Spy):
+    def _use(self, images: torch.Tensor) -> None:
+        self.note_ = f"trained on {len(images)} images"
+
+
+class InASet(Spy):
+    def _use(self, images: torch.Tensor) -> None:
+        self.seen_ = {len(images)}
+
+
+class Mixup(MeanEmbedding):
+    """An augmentation that looks at other images."""
+
+    def _releases(self, public: Any) -> list[Release]:
+        return [*super()._releases(public), Release("mixed")]
+
+    def _fit(self, vault: Vault, public: Any) -> None:
+        vault.sum(lambda images: (images + images.flip(0)).flatten(1), release="mixed", bound=1.0)
+        super()._fit(vault, public)
+
+
+class PrivateShares(MeanEmbedding):
+    """Draws classes with L over their private sizes."""
+
+    def _releases(self, public: Any) -> list[Release]:
+        return [*super()._releases(public), Release("drawn", 2, 0.9)]
+
+    def _fit(self, vault: Vault, public: Any) -> None:
+        sizes = torch.bincount(vault._labels, minlength=len(vault.classes)).clamp_min(1).tolist()
+        shares = [min(0.9, 5 / size) for size in sizes]
+        vault.sum(lambda images: images.flatten(1), release="drawn", bound=1.0, sampling_prob=shares)
+        super()._fit(vault, public)
+
+
+class DrawsMore(PrivateShares):
+    class vault_type(Vault):  # type: ignore[assignment]
+        def _shares(self, given: Any, release: Release) -> list[float]:
+            return [1.0 for _ in given]
+
+
 class NoNoiseOfItsOwn(MeanEmbedding):
     class vault_type(Vault):  # type: ignore[assignment]
         def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
@@ -214,13 +254,18 @@ class SecondHelping(MeanEmbedding):
         (InAList, "the model depends on"),
         (InAParameter, "the model depends on"),
         (Printed, "what is printed depends on"),
+        (Noted, "the model depends on"),
+        (InASet, "the model depends on"),
+        (Mixup, "mixes the images"),
+        (PrivateShares, "sampling depends on a single record"),
+        (DrawsMore, "more than is charged"),
         (NoNoiseOfItsOwn, "two runs drew the same noise|0.000 times what is charged"),
         (Deaf, "another delta or relation"),
         (SecondHelping, "number or order of queries depends on"),
     ],
 )
 def test_a_faulty_method_is_caught(method: type[MeanEmbedding], message: str, few_digits: ImageSet) -> None:
-    with pytest.raises(UnsoundError, match=message):
+    with pytest.raises((UnsoundError, ValueError), match=message):
         check_synthesizer(lambda **params: method(**{**QUICK["dp-merf"], **params}), few_digits)
 
 

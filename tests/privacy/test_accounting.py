@@ -208,3 +208,17 @@ def test_a_plan_prints() -> None:
     text = str(plan)
     assert "embedding" in text
     assert "epsilon 1.0000 of 1 at delta 1e-05, add-remove" in text
+
+
+def test_a_release_holds_plain_numbers_that_nobody_can_change() -> None:
+    """A plan is remembered; what it was accounted for must stay what is drawn."""
+    import torch
+
+    noise = torch.tensor(5.0)
+    release = Release("x", 1, torch.tensor(0.5), noise)  # type: ignore[arg-type]
+    plan = calibrate([release], Budget(5.0))
+    noise.fill_(0.5)
+    assert release.noise == 5.0
+    assert type(release.noise_multiplier) is type(release.sampling_prob) is float
+    plan.bounds["pld"] = 0.0
+    assert calibrate([release], Budget(5.0)).bounds["pld"] != 0.0
