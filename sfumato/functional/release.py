@@ -1,7 +1,7 @@
 """Functional Rényi DP: releases of a function (Jiang, Sun, Kamp, Fritz; "Functional Rényi Differential Privacy").
 
-The function is f_D = sum over records x of k(x, .), an element of the kernel's Hilbert space H; a record adds a vector
-of norm sqrt(k(x, x)) = 1. Its noisy version is f_D + z G, with G a Gaussian process of covariance k.
+The function is f_D = sum over records x of k(x, .), an element of the kernel's Hilbert space H; a record adds a
+vector of norm sqrt(k(x, x)) = 1. Its noisy version is f_D + z G, with G a Gaussian process of covariance k.
 
 **What may be released.** Let l_1, …, l_n be bounded linear functionals on H (values at points, derivatives at
 points), chosen without the data, with Gram matrix M. The vector v_D = (l_i(f_D)) of exact numbers changes by u =
@@ -12,10 +12,10 @@ mechanism with noise multiplier z. This is how `Points` releases: whitened rows 
 afterwards. Everything that is computed from it is post-processing; what is *not* are other functionals of the exact
 f_D, such as a derivative of which only the values were noised. That is where the published training leaks.
 
-**A whole path.** `Frequencies` releases, for frequencies w_1, …, w_m drawn without the data, the sum of
-phi(x) = (cos w_j . x, sin w_j . x)_j / sqrt(m), whose norm is exactly 1. Then y -> <phi(y), released> is a noisy function
-that is known everywhere, with all its derivatives: every use of it is post-processing. Its noise z <phi(.), n> has
-covariance <phi(x), phi(y)>, whose mean over the frequencies is k, and which tends to k as m grows.
+**A whole path.** `Frequencies` releases, for frequencies w_1, …, w_m drawn without the data, the sum of phi(x) = (cos
+w_j . x, sin w_j . x)_j / sqrt(m), whose norm is exactly 1. Then y -> <phi(y), released> is a noisy function that is
+known everywhere, with all its derivatives: every use of it is post-processing. Its noise z <phi(.), n> has covariance
+<phi(x), phi(y)>, whose mean over the frequencies is k, and which tends to k as m grows.
 
 **The calculus of f-RDP in ledger events.** Sequential composition: each release is a charge. Sub-sampling: the sum is
 over a Poisson sample, with the charge's probability. Parallel composition: functions of different classes are blocks

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.stats import chi2
 
@@ -144,19 +145,27 @@ def _check_same(one: Run, other: Run) -> None:
 
 def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
     """The state, and the numbers in every attribute, parameters included."""
-    numbers = {name: torch.cat(_numbers(value)) for name, value in vars(model).items() if name != "vault_type"}
+    held = {name: _numbers(value) for name, value in vars(model).items() if name != "vault_type"}
+    numbers = {name: torch.cat([torch.zeros(0), *parts]).double() for name, parts in held.items()}
     return {**numbers, **{f"state {name}": value for name, value in model._state().items()}}
 
 
-def _numbers(value: Any) -> list[torch.Tensor]:
-    """All numbers inside lists, tuples, dictionaries and tensors, in order; texts and sets as their characters."""
-    if isinstance(value, str | set | frozenset):
-        text = value if isinstance(value, str) else repr(sorted(map(repr, value)))
-        return [torch.tensor(list(text.encode()), dtype=torch.float64)]
-    if isinstance(value, torch.Tensor | int | float):
+def _numbers(value: Any, inside: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """All that a value holds, as numbers: of tensors, arrays, containers, networks, objects; texts as their bytes."""
+    if id(value) in inside or (callable(value) and not isinstance(value, torch.nn.Module)):
+        return []
+    inside = (*inside, id(value))
+    if isinstance(value, torch.Tensor | int | float | np.ndarray | np.generic):
         return [torch.as_tensor(value).detach().double().flatten().cpu()]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [torch.zeros(0, dtype=torch.float64), *(part for item in inside for part in _numbers(item))]
+    if isinstance(value, str | bytes | bytearray | range | set | frozenset):
+        parts = sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
+        return [torch.tensor(list(repr(parts).encode()), dtype=torch.float64)]
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    elif hasattr(value, "__dict__") and not isinstance(value, dict):
+        value = vars(value)
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [part for key, item in pairs for part in (*_numbers(key, inside), *_numbers(item, inside))]
 
 
 def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[Vault]) -> None:

@@ -39,9 +39,16 @@ class Augmentation:
         images = images + brightness
         images = torch.lerp(images.mean(1, keepdim=True), images, saturation)
         images = torch.lerp(images.mean((1, 2, 3), keepdim=True), images, contrast)
-        grid = functional.affine_grid(self.table[:, 3:9].view(-1, 2, 3), list(images.shape), align_corners=False)
-        warped = functional.grid_sample(images + 1, grid, align_corners=False)
-        return warped * self._kept(*images.shape[2:]) - 1
+        height, width = images.shape[2:]
+        grid = self._places(height, width) @ self.table[:, 3:9].view(-1, 2, 3).mT
+        warped = functional.grid_sample(images + 1, grid.unflatten(1, (height, width)), align_corners=False)
+        return warped * self._kept(height, width) - 1
+
+    def _places(self, height: int, width: int) -> torch.Tensor:
+        """Where pixels are, as (right, down, 1) in [-1, 1]: [pixels, 3]."""
+        down, right = ((2 * torch.arange(size, device=self.table.device) + 1) / size - 1 for size in (height, width))
+        down, right = down[:, None].expand(height, width), right.expand(height, width)
+        return torch.stack([right, down, torch.ones_like(down)], 2).flatten(0, 1)
 
     def _kept(self, height: int, width: int) -> torch.Tensor:
         """0 inside the square, of half the side, that is cut out; 1 elsewhere: [n, 1, H, W]."""

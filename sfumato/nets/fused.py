@@ -48,21 +48,25 @@ def norm_relu_pool(maps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
 
 
 class _Fused(torch.autograd.Function):
-    """The kernels below, differentiable once."""
+    """The kernels, differentiable once and for one image at a time."""
 
     @staticmethod
-    def forward(ctx: Any, maps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(maps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         maps = maps.contiguous()
         n, c, height, width = maps.shape
         pooled = maps.new_empty(n, c, height // 2, width // 2)
         kernels.forward[(-(-n * c // MAPS),)](maps, weight, bias, pooled, n * c, c, *_sizes(height, width))
-        ctx.save_for_backward(maps, weight, bias)
         return pooled
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         maps, weight, bias = ctx.saved_tensors
+        maps = maps.contiguous()
         n, c, height, width = maps.shape
         out = torch.empty_like(maps)
         by_map = maps.new_empty(2, n, c, dtype=torch.float32)
@@ -71,6 +75,21 @@ class _Fused(torch.autograd.Function):
         )
         of_weight, of_bias = by_map.sum(1).to(weight.dtype)
         return out, of_weight, of_bias
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ARG004
+        in_dims: tuple[int | None, ...],
+        maps: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, int]:
+        """Under `torch.vmap` over images: one batch of them all."""
+        if in_dims[0] is None or in_dims[1:] != (None, None):
+            raise RuntimeError("maps may be mapped over, scales and shifts may not")
+        maps = maps.movedim(in_dims[0], 0)
+        pooled: torch.Tensor = _Fused.apply(maps.flatten(0, 1), weight, bias)  # type: ignore[no-untyped-call]
+        return pooled.unflatten(0, maps.shape[:2]), 0
 
 
 def _sizes(height: int, width: int) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ def embed(images: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """Features of images by one network, [N, features]."""
     # Images of 28 pixels are padded to 32 at the entry, as the condensation papers do.
     padding = 3 if images.shape[2:] == (28, 28) else 1
-    one, zero = (images.new_full((len(weights[0]),), value) for value in (1.0, 0.0))
+    one, zero = (weights[0].new_full((len(weights[0]),), value) for value in (1.0, 0.0))
     maps = images
     for weight in weights:
         maps = norm_relu_pool(functional.conv2d(maps, weight, padding=padding), one, zero)

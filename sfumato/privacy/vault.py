@@ -41,7 +41,8 @@ Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to 
 
 CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise at another place of a batch
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
-PROBES = 6  # random public images on which a feature map must prove to be row-wise
+PROBES = 6  # public images on which a feature map is tried
+MARGIN = 1e-2  # relative, between an image's row alone and in company: a mistake shows, rounding does not
 BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
@@ -109,7 +110,7 @@ class Vault:
         self._keep = keep
         self._batch_size = batch_size or (BATCH_SIZE if self.device.type == "cpu" else DEVICE_BATCH_SIZE)
         self._reserved: dict[str, int] = {}
-        self._proved: dict[str, tuple[Any, int]] = {}  # of each release: the kind of feature, and its width
+        self._widths: dict[str, int] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -164,14 +165,14 @@ class Vault:
 
         Guarantee: nothing leaves; same ledger, same plan, same reservations.
         """
-        shape = self._rowwise_shape(transform)
+        shape = self._row_shape(transform)
         home = self._images.device
         parts = [torch.zeros(0, *shape, device=home)]
         for index in self._batches(torch.arange(self._size)):
             parts.append(self._rows(transform, index, shape=shape).float().to(home))
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._proved = torch.cat(parts), {}
+        mapped._images, mapped._widths = torch.cat(parts), {}
         return mapped
 
     def remaining(self, release: str) -> int:
@@ -341,61 +342,44 @@ class Vault:
         return shares
 
     def _width(self, feature: Feature, release: Release, with_labels: bool) -> int:
-        """Length of a row.
+        """Length of a row, tried out on public images whenever a block of releases is begun."""
+        if self._reserved.get(release.name, 0) < 1 or release.name not in self._widths:
+            self._widths[release.name] = self._row_shape(feature, with_labels).numel()
+        return self._widths[release.name]
 
-        Guarantee: the feature has been proved row-wise in this block of releases, or one of the same code and, as far
-        as networks in it can be found, in the same modes.
+    def _row_shape(self, feature: Feature, with_labels: bool = False) -> torch.Size:
+        """Shape of a row, once `feature` has been tried on public images.
+
+        Rows are computed one by one whatever `feature` is (`_apply`); here is where somebody who thought otherwise is
+        told so: one who mixes a batch, draws randomness, or keeps a memory of what went before.
+
+        Guarantee: no private record is read.
         """
-        kind = _kind(feature)
-        if self._reserved.get(release.name, 0) < 1 or self._proved.get(release.name, (None, 0))[0] != kind:
-            self._proved[release.name] = kind, self._rowwise_shape(feature, with_labels).numel()
-        return self._proved[release.name][1]
-
-    def _rowwise_shape(self, feature: Feature, with_labels: bool = False) -> torch.Size:
-        """Shape of a row, once `feature` has shown on public images that rows do not depend on each other.
-
-        The same probes stand at different places of a full batch, among brighter near-copies of all classes, and among
-        blank images; their rows must be the same. A batch statistic, robust or not, by class or not, another image's
-        row, randomness, or memory shows.
-
-        Guarantee: no private record is read. What one image does to the others that these probes do not show is not
-        excluded; modules that keep running statistics fail.
-        """
-        size = max(self._batch_size, 4 * PROBES)
-        before = _buffers(feature)
-        one, *others = (
-            self._probed(feature, size, places, crowded, with_labels)
-            for places, crowded in (
-                (list(range(PROBES)), True),
-                ([size - 1 - 3 * number for number in range(PROBES)], False),
-                ([0, *range(size // 2, size // 2 + PROBES - 1)], True),
-            )
-        )
-        if any(not torch.equal(old, new) for old, new in zip(before, _buffers(feature), strict=True)):
-            raise ValueError("this feature map keeps statistics of the images that it sees; use eval mode")
+        images = self._probes()
+        labels = torch.arange(PROBES, device=self.device) % len(self.classes) if with_labels else None
+        try:
+            one, again = (self._apply(feature, images, labels) for _ in range(2))
+            filled = [_filled(t, max(PROBES, self._batch_size)) for t in (images, labels) if t is not None]
+            with torch.no_grad():
+                together = feature(*filled).detach()[:PROBES]
+        except RuntimeError as error:
+            raise ValueError(
+                "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
+                f"decision that depends on pixels?): {error}"
+            ) from None
         if not one.isfinite().all():
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
-        margin = 1e-4 * float(one.abs().max())
-        for other in others:
-            if one.shape != other.shape:
-                raise ValueError(f"a feature map must give rows of one shape, got {one.shape[1:]}, {other.shape[1:]}")
-            if not torch.allclose(one.double(), other.double(), rtol=1e-3, atol=margin):
-                raise ValueError(
-                    "this feature map mixes the images of a batch (batch norm in training mode?) or is random: "
-                    "one image's influence could not be bounded. Use eval mode, draw randomness beforehand."
-                )
+        if one.shape != together.shape:
+            raise ValueError(
+                f"a feature map must give one row per image, got {tuple(together.shape)} for {PROBES} images"
+            )
+        margin = MARGIN * float(one.double().abs().max())
+        if not torch.equal(one, again) or not torch.allclose(one.double(), together.double(), MARGIN, margin):
+            raise ValueError(
+                "this feature map mixes the images of a batch, or remembers others: alone, an image has another row. "
+                "Rows are computed one by one here, so that one image's influence is bounded"
+            )
         return one.shape[1:]
-
-    def _probed(self, feature: Feature, size: int, places: list[int], crowded: bool, with_labels: bool) -> torch.Tensor:
-        """Rows of the probes at these places of a batch. Guarantee: fixed numbers go in, no record."""
-        probes = self._probes() / 2  # half as strong as the crowd, so that it sets a batch's extremes
-        batch = probes.new_zeros(size, *probes.shape[1:])
-        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
-        number = torch.arange(size, device=self.device)
-        if crowded:
-            batch, labels = probes[number * 5 % PROBES] + 0.5, number % len(self.classes)
-        batch[places], labels[places] = probes, number[:PROBES] % len(self.classes)
-        return self._given(feature, batch, labels if with_labels else None)[places]
 
     # -- private parts ------------------------------------------------------------------------------------
 
@@ -435,28 +419,29 @@ class Vault:
         return rows
 
     def _apply(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """`feature` of some images, given to it in full batches of one size: blank images fill up the last.
+        """`feature` of each image by itself.
 
-        Guarantee: how many records there are does not change the shapes that the device computes with. So a row does
-        not depend on them by way of rounding, except as far as a device rounds by place; the margin is for that.
+        Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
+        is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
+        that depend on pixels are errors. (What it hides from PyTorch, it can mix.) Batches are filled up with blank
+        images to one size, so that how many records there are does not change the shapes that the device computes
+        with, nor the way it rounds, except as far as it rounds by place: the margin is for that.
         """
+
+        def alone(*one: torch.Tensor) -> torch.Tensor:
+            row = feature(*(part[None] for part in one))
+            if row.shape[:1] != (1,):
+                raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
+            return row[0].detach()
+
         rows = []
         for start in range(0, len(images), self._batch_size):
             part = slice(start, start + self._batch_size)
-            filled = [None if t is None else _filled(t[part], self._batch_size) for t in (images, labels)]
-            assert filled[0] is not None
-            rows.append(self._given(feature, filled[0], filled[1])[: len(images) - start])
+            inputs = [_filled(t[part], self._batch_size) for t in (images, labels) if t is not None]
+            with torch.no_grad():
+                made = torch.vmap(alone, randomness="error")(*inputs).detach()
+            rows.append(made[: len(images) - start])
         return torch.cat(rows)
-
-    def _given(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """`feature` of one batch. Guarantee: as many rows as images, cut off from every derivative."""
-        with torch.no_grad():
-            rows = (feature(images) if labels is None else feature(images, labels)).detach()
-        if len(rows) != len(images):
-            raise ValueError(
-                f"a feature map must give one row per image, got {tuple(rows.shape)} for {len(images)} images"
-            )
-        return rows
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""
@@ -490,25 +475,11 @@ def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.T
     return labels.detach().cpu().clone()
 
 
-def _kind(feature: Feature) -> Any:
-    """What a feature map is: its code, and the modes of the networks that it is or holds."""
-    inside = [feature, getattr(feature, "__self__", None)]
-    inside += [cell.cell_contents for cell in getattr(feature, "__closure__", None) or ()]
-    networks = [part for part in inside if isinstance(part, torch.nn.Module)]
-    modes = tuple(module.training for network in networks for module in network.modules())
-    return getattr(feature, "__code__", type(feature)), modes
-
-
 def _filled(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The tensor with zeros after it, `count` entries in all."""
     return (
         torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])]) if len(tensor) < count else tensor
     )
-
-
-def _buffers(feature: Feature) -> list[torch.Tensor]:
-    """Copies of what a module remembers beside its parameters."""
-    return [buffer.clone() for buffer in feature.buffers()] if isinstance(feature, torch.nn.Module) else []
 
 
 def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> torch.Tensor:

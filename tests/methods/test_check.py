@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,18 +129,18 @@ class NotSecure(Vault):
 
 
 class Spy(MeanEmbedding):
-    """A feature map that stores what it sees."""
+    """Reaches past the vault's queries, and counts how often its feature map is called."""
 
     def _fit(self, vault: Vault, public: Any) -> None:
-        self.seen: Any = []
+        self.calls: Any = []
 
-        def spy(images: torch.Tensor) -> torch.Tensor:
-            self.seen.append(images.clone())
+        def feature(images: torch.Tensor) -> torch.Tensor:
+            self.calls.append(None)
             return images.flatten(1)
 
-        vault.map(spy)
+        vault.map(feature)
         super()._fit(vault, public)
-        self._use(torch.cat([part for part in self.seen if len(part) == 1]))
+        self._use(vault._batch(torch.arange(vault._size)))
 
     def _use(self, images: torch.Tensor) -> None:
         pass
@@ -151,7 +153,7 @@ class InTheModel(Spy):
 
 class FirstImage(Spy):
     def _use(self, images: torch.Tensor) -> None:
-        self.counts_ = self.counts_ + images[12].sum() * 1e-3  # after the twelve probes
+        self.counts_ = self.counts_ + images[0].sum() * 1e-3
 
 
 class InAnAttribute(Spy):
@@ -161,7 +163,7 @@ class InAnAttribute(Spy):
 
 class BatchCount(Spy):
     def _use(self, images: torch.Tensor) -> None:
-        self.batches_ = len(self.seen)
+        self.batches_ = len(self.calls)
 
 
 class InAList(Spy):
@@ -187,6 +189,17 @@ class Noted(Spy):
 class InASet(Spy):
     def _use(self, images: torch.Tensor) -> None:
         self.seen_ = {len(images)}
+
+
+class Hidden(Spy):
+    """Where numbers hide: arrays, keys, bytes, networks, objects."""
+
+    def _use(self, images: torch.Tensor) -> None:
+        network = torch.nn.Linear(1, 1)
+        network.weight.data.fill_(len(images))
+        holder = SimpleNamespace(count=len(images))
+        places = [np.array(len(images)), np.float32(len(images)), {len(images): 1}, bytes(len(images)), network, holder]
+        self.hidden_ = [places[self.batch_size - 20]]
 
 
 class Mixup(MeanEmbedding):
@@ -267,6 +280,14 @@ class SecondHelping(MeanEmbedding):
 def test_a_faulty_method_is_caught(method: type[MeanEmbedding], message: str, few_digits: ImageSet) -> None:
     with pytest.raises((UnsoundError, ValueError), match=message):
         check_synthesizer(lambda **params: method(**{**QUICK["dp-merf"], **params}), few_digits)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_number_is_found_wherever_it_hides(place: int, few_digits: ImageSet) -> None:
+    with pytest.raises(UnsoundError, match="the model depends on"):
+        check_synthesizer(
+            lambda **params: Hidden(**{**QUICK["dp-merf"], "batch_size": 20 + place, **params}), few_digits
+        )
 
 
 def test_unit_variance_accepts_and_rejects() -> None:
