@@ -113,6 +113,11 @@ class Points:
         across = self._outside @ outer.view(count, len(self._across))
         return values, within @ self._within + across @ self._across
 
+    def interpolation(self, released: torch.Tensor) -> torch.Tensor:
+        """Weights c of the smoothest function with the released values: it is x -> sum of c_i k(w_i, x)."""
+        count = len(self.points)
+        return (self._white_inside @ released.double()[: len(self._inside)])[:count]
+
     def _functionals(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """k(x, w_i), [N, n], and its derivative in w_i, [N, n, d]."""
         differences = vectors[:, None] - self.points

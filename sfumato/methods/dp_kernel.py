@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -27,31 +27,45 @@ from torch.nn import functional
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders.scattering import Scattering
-from sfumato.functional import Frequencies, Gaussian, Part
+from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.generator import Generator, refresh_batch_norm
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 GROUP = 3  # scattering channels that are normalised together
 LARGEST_SIDE = 64
+INDUCING = 200  # points of the one-shot form
+NEAR = 4  # images per class whose derivatives the exact form releases in a step
+FORMS = ("pathwise", "gp", "nystrom", "published")
+PUBLISHED_BANDWIDTHS = (1.0, 2.0, 4.0, 8.0, 16.0)
+PUBLISHED_BATCH = 60
+LEAK = (
+    "the noise never reaches the gradient: training differentiates the exact mean of k(x, .), of which only values are "
+    "noised. The update's direction is that of the un-noised gradient, at every noise level; no finite epsilon holds"
+)
 
 
 @dataclass(kw_only=True, eq=False)
 class KernelGenerator(Synthesizer):
     """A generator that follows a noisy function, step by step.
 
+    form: `pathwise`, fresh random frequencies at each step; `gp`, exact derivatives at a few generated images of each
+    class (slow; the reference); `nystrom`, one release at public points; `published`, the paper's training, which is
+    not private: its certificate says so.
+
     pixels, scattering: bandwidths of the Gaussian kernels on pixels and on scattering coefficients, both of norm one;
-    scattering_share: weight of the latter. features: random frequencies in a step. sampling_prob, steps: q and the
-    number of releases. bound: rows are clipped to it. batch_size, learning_rate, latent, hidden, width, ema: of the
-    generator.
+    scattering_share: weight of the latter. (`gp` and `nystrom` take both as one vector, and the latter bandwidths.)
+    features: random frequencies in a step. sampling_prob, steps: q and the number of releases. bound: rows of the
+    pathwise form are clipped to it. batch_size, learning_rate, latent, hidden, width, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-kernel"
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows a noisy kernel mean of scattering coefficients"
 
+    form: str = "pathwise"
     steps: int = 1500
     sampling_prob: float = 0.05
     features: int = 2000
@@ -66,56 +80,108 @@ class KernelGenerator(Synthesizer):
     width: int = 64
     ema: float = 0.99
 
+    @property
+    def claimed(self) -> dict[str, Any] | None:  # type: ignore[override]
+        if self.form != "published":
+            return None
+        return {"epsilon": self.epsilon, "delta": self.delta, "by": self.paper, "why": LEAK}
+
+    def validate(self) -> Self:
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        return super().validate()
+
     def _releases(self, public: PublicFacts) -> list[Release]:
         if max(public.shape[1:]) > LARGEST_SIDE:
             raise DataError(
                 f"dp-kernel is for images of up to {LARGEST_SIDE} pixels a side; pass a smaller size (--size)"
             )
-        weight = COUNTS_WEIGHT / (self.sampling_prob * math.sqrt(self.steps))
+        if self.form == "published":
+            return []
+        once = self.form == "nystrom"
+        times, q = (1, 1.0) if once else (self.steps, self.sampling_prob)
+        weight = COUNTS_WEIGHT / (q * math.sqrt(times))
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
-        return [*counts, Release("sums", self.steps, self.sampling_prob)]
+        return [*counts, Release("sums", times, q)]
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        device, classes = self.torch_device, len(public.classes)
-        generator = torch.Generator(device).manual_seed(self.seed)
-        counts = torch.tensor(public.sizes, device=device) if public.sizes else vault.counts()
-        self.counts_ = counts.float().clamp_min(1)
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        training = Training(self, public, generator)
+        if self.form == "published":
+            self.counts_ = torch.ones(len(public.classes), device=self.torch_device)
+            self._train_as_published(vault, training)
+        else:
+            counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
+            self.counts_ = counts.float().clamp_min(1)
+            trains = {"pathwise": self._train_pathwise, "gp": self._train_exactly, "nystrom": self._train_once}
+            trains[self.form](vault.map(training.vectors), training)
+        self.generator_ = training.result()
+
+    # -- the sound forms --------------------------------------------------------------------------------------
+
+    def _train_pathwise(self, vault: Vault, training: Training) -> None:
+        """At each step fresh frequencies; rows are features less the generated images' mean, in their class.
+
+        Two batches: one to take the mean of, one to move, so that the step is not biased by their being the same.
+        """
         expected = (self.sampling_prob * self.counts_)[:, None]
-        vectors = Vectors(public.shape).to(device)
-        vault = vault.map(vectors)
-        network, average = self._network(public), self._network(public).requires_grad_(False)
-        average.load_state_dict(network.state_dict())
-        optimizer = torch.optim.Adam(network.parameters(), self.learning_rate, betas=(0.5, 0.99))
-        each = max(2, self.batch_size // classes)
-        labels = torch.arange(classes, device=device).repeat_interleave(each)
-
-        def drawn() -> torch.Tensor:
-            latent = torch.randn(len(labels), self.latent, generator=generator, device=device)
-            made: torch.Tensor = vectors(network(latent, labels))
-            return made
-
         for step in track(self.steps, "generator"):
             with torch.no_grad():
-                seen = drawn()
-            features = self._features(vectors, seen, generator)
-            means = features(seen).view(classes, each, -1).mean(1)
+                seen = training.vectors(training.images())
+            features = self._features(training.vectors, seen, training.generator)
+            means = training.by_class(features(seen)).mean(1)
             sums = vault.sum(
                 _differences(features, means), release="sums", bound=self.bound, by_class=True, with_labels=True
             )
-            made = features(drawn()).view(classes, each, -1).mean(1)
-            loss = -(made * (sums / expected)).sum()
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * self._rate(step)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - self.ema)
+            made = training.by_class(features(training.vectors(training.images()))).mean(1)
+            training.descend(-(made * (sums / expected)).sum(), step)
 
-        refresh_batch_norm(average.train())
+    def _train_exactly(self, vault: Vault, training: Training) -> None:
+        """At each step the function's derivatives at some generated images, exact in their joint law."""
+        kernel, classes = Gaussian(self.scattering), len(self.counts_)
+        expected = self.sampling_prob * self.counts_
+        for step in track(self.steps, "generator"):
+            made = training.vectors(training.images())
+            near = training.by_class(made)[:, :NEAR]
+            points = [Points(kernel, some) for some in near.detach()]
+            released = vault.sum(_rows_by_class(points), release="sums", bound=1.0, by_class=True, with_labels=True)
+            climb = torch.stack([points[c].coloured(released[c])[1] / expected[c] for c in range(classes)])
+            towards = (climb.to(near.dtype) * near).sum() / NEAR
+            training.descend(_crowding(kernel, training.by_class(made)) - towards, step)
+
+    def _train_once(self, vault: Vault, training: Training) -> None:
+        """One release of the function's values at public points; between them it is what the kernel makes of these."""
+        kernel = Gaussian(self.scattering)
         with torch.no_grad():
-            for _ in range(20):
-                average(torch.randn(len(labels), self.latent, generator=generator, device=device), labels)
-        self.generator_ = average.eval()
+            inducing = training.vectors(smooth_images(INDUCING, training.shape, training.generator))
+        points = Points(kernel, inducing, derivatives=False)
+        released = vault.sum(points.rows, release="sums", bound=1.0, by_class=True)
+        weights = torch.stack([points.interpolation(row) for row in released]).float() / self.counts_[:, None]
+        for step in track(self.steps, "generator"):
+            made = training.by_class(training.vectors(training.images()))
+            values = (kernel(made.flatten(0, 1), inducing).unflatten(0, made.shape[:2]) * weights[:, None]).sum(2)
+            training.descend(_crowding(kernel, made) - values.mean(1).sum(), step)
+
+    # -- as published -----------------------------------------------------------------------------------------
+
+    def _train_as_published(self, vault: Vault, training: Training) -> None:
+        """The paper's loop, for comparison: Poisson batches, noise on values, gradients through the exact function."""
+        images, labels = vault.unprotected(f"as published: {LEAK}")
+        pixels = images.float() / 127.5 - 1
+        labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
+        q = min(1.0, PUBLISHED_BATCH / max(len(images), 1))
+        noise = 0.0
+        if self._budget().private:
+            noise = calibrate([Release("claimed", self.steps, q)], self._budget()).releases[0].noise
+        device, generator = self.torch_device, training.generator
+        for step in track(self.steps, "generator"):
+            chosen = (torch.rand(len(images), generator=generator, device=device) < q).nonzero()[:, 0]
+            if len(chosen) < 2:
+                continue
+            real = pixels[chosen.to(pixels.device)].to(device)
+            kinds = labels[chosen.to(labels.device)].to(device)
+            fake = training.network(torch.randn(len(real), self.latent, generator=generator, device=device), kinds)
+            training.descend(published_loss(real, kinds, fake, kinds, noise, generator), step)
 
     def _features(self, vectors: Vectors, like: torch.Tensor, generator: torch.Generator) -> Frequencies:
         """Fresh frequencies on both representations."""
@@ -124,10 +190,6 @@ class KernelGenerator(Synthesizer):
             Part(vectors.pixels, Gaussian(self.pixels), 1 - self.scattering_share),
         ]
         return Frequencies([part for part in parts if part.weight > 0], self.features, like, generator)
-
-    def _rate(self, step: int) -> float:
-        """Share of the learning rate: up over 2 % of the steps, then a cosine down to 2 %."""
-        return min(1.0, (step + 1) / (0.02 * self.steps + 1)) * (0.51 + 0.49 * math.cos(math.pi * step / self.steps))
 
     def _network(self, public: PublicFacts) -> Generator:
         with torch.random.fork_rng(devices=[]):
@@ -155,6 +217,50 @@ class KernelGenerator(Synthesizer):
         self.generator_.load_state_dict(own)
 
 
+class Training:
+    """A generator under way: batches with all classes in them, steps, and an average of the weights."""
+
+    def __init__(self, method: KernelGenerator, public: PublicFacts, generator: torch.Generator) -> None:
+        self.shape, self.generator, self._method = public.shape, generator, method
+        self.vectors = Vectors(public.shape).to(generator.device)
+        self.network, self._average = method._network(public), method._network(public).requires_grad_(False)
+        self._average.load_state_dict(self.network.state_dict())
+        self._optimizer = torch.optim.Adam(self.network.parameters(), method.learning_rate, betas=(0.5, 0.99))
+        self._each = max(NEAR, method.batch_size // len(public.classes))
+        self._labels = torch.arange(len(public.classes), device=generator.device).repeat_interleave(self._each)
+
+    def images(self, network: nn.Module | None = None) -> torch.Tensor:
+        """A batch, class by class."""
+        size = (len(self._labels), self._method.latent)
+        latent = torch.randn(size, generator=self.generator, device=self.generator.device)
+        made: torch.Tensor = (network or self.network)(latent, self._labels)
+        return made
+
+    def by_class(self, rows: torch.Tensor) -> torch.Tensor:
+        """[classes, images, …]"""
+        return rows.view(-1, self._each, *rows.shape[1:])
+
+    def descend(self, loss: torch.Tensor, step: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._method.learning_rate * self._rate(step / self._method.steps)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        torch._foreach_lerp_(list(self._average.parameters()), list(self.network.parameters()), 1 - self._method.ema)
+
+    def _rate(self, done: float) -> float:
+        """Share of the learning rate: up over 2 % of the steps, then a cosine down to 2 %."""
+        return min(1.0, 50 * done + 0.02) * (0.51 + 0.49 * math.cos(math.pi * done))
+
+    def result(self) -> Generator:
+        """The average, with its batch norms' statistics taken afresh."""
+        refresh_batch_norm(self._average.train())
+        with torch.no_grad():
+            for _ in range(20):
+                self.images(self._average)
+        return self._average.eval()
+
+
 class Vectors(nn.Module):
     """Images as vectors: scattering coefficients, then pixels; each of norm one, or below.
 
@@ -180,6 +286,61 @@ class Vectors(nn.Module):
 
     def pixels(self, vectors: torch.Tensor) -> torch.Tensor:
         return vectors[:, self.coefficients :]
+
+
+def published_loss(
+    real: torch.Tensor,
+    real_labels: torch.Tensor,
+    fake: torch.Tensor,
+    fake_labels: torch.Tensor,
+    noise: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """(MMD²)² with noised values of the exact function, as the paper trains on it: five kernels, one-hot labels.
+
+    The noise is a constant to the derivative. That is the leak.
+    """
+    points, labels = torch.cat([real, fake]).flatten(1), torch.cat([real_labels, fake_labels])
+    squares = (points[:, None] - points).square().sum(2)
+    gram = torch.stack([torch.exp(-squares / (2 * h**2)) for h in PUBLISHED_BANDWIDTHS]).sum(0)
+    gram = gram * (labels[:, None] == labels)
+    values = gram[:, : len(real)].mean(1)
+    sensitivity = math.sqrt(2 * len(PUBLISHED_BANDWIDTHS)) / len(real)
+    covariance = noise * sensitivity * gram.detach().double() + 1e-8 * torch.eye(len(gram), device=gram.device)
+    path = torch.linalg.cholesky(covariance).float() @ torch.randn(len(gram), generator=generator, device=gram.device)
+    noised = values + (path if noise > 0 else 0.0)
+    distance = noised[: len(real)].mean() - 2 * noised[len(real) :].mean() + gram[len(real) :, len(real) :].mean()
+    return distance.square()
+
+
+def smooth_images(count: int, shape: tuple[int, int, int], generator: torch.Generator) -> torch.Tensor:
+    """Public images that are as smooth as images are: noise with correlations over a quarter of the side."""
+    noise = torch.randn(count, *shape, generator=generator, device=generator.device)
+    for axis, size in ((2, shape[1]), (3, shape[2])):
+        place = torch.arange(size, device=generator.device)
+        root = torch.linalg.cholesky(torch.exp(-(place[:, None] - place).abs() / (size / 4)))
+        noise = (noise.movedim(axis, 3) @ root.T).movedim(3, axis)
+    return torch.tanh(noise)
+
+
+def _crowding(kernel: Gaussian, made: torch.Tensor) -> torch.Tensor:
+    """Half the mean kernel between different generated images of a class, summed over classes."""
+    total = made.new_zeros(())
+    for some in made:
+        squares = (some[:, None] - some).square().sum(2)
+        gram = torch.stack([torch.exp(-squares / (2 * h**2)) for h in kernel.bandwidths]).mean(0)
+        total = total + (gram.sum() - gram.diagonal().sum()) / (2 * len(some) * (len(some) - 1))
+    return total
+
+
+def _rows_by_class(points: list[Points]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Rows for the points of each image's own class."""
+
+    def rows(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        every = torch.stack([some.rows(vectors) for some in points], 1)
+        return (every * functional.one_hot(labels, len(points))[..., None]).sum(1)
+
+    return rows
 
 
 def _differences(features: Frequencies, means: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

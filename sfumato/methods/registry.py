@@ -11,13 +11,20 @@ from typing import Any
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import FORMAT, Synthesizer
 from sfumato.methods.dm import DistributionMatching
+from sfumato.methods.dp_kernel import KernelGenerator
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 
-METHODS: dict[str, type[Synthesizer]] = {
-    method.key: method for method in (MeanEmbedding, LinearCondenser, NonlinearCondenser, Mixer, DistributionMatching)
-}
+_TYPES: tuple[type[Synthesizer], ...] = (
+    MeanEmbedding,
+    KernelGenerator,
+    NonlinearCondenser,
+    LinearCondenser,
+    Mixer,
+    DistributionMatching,
+)
+METHODS: dict[str, type[Synthesizer]] = {method.key: method for method in _TYPES}
 DEFAULT = MeanEmbedding.key
 
 
