@@ -139,33 +139,60 @@ def _check_same(one: Run, other: Run) -> None:
     if not torch.equal(one.model.sample(20, seed=1).images, other.model.sample(20, seed=1).images):
         raise UnsoundError("samples depend on the images beyond what was released")
     a, b = (_learned(run.model) for run in (one, other))
-    if a.keys() != b.keys() or any(not torch.equal(a[name], b[name]) for name in a):
+    if a.keys() != b.keys() or any(
+        a[name].shape != b[name].shape or not torch.allclose(a[name], b[name], 0, 0, equal_nan=True) for name in a
+    ):
         raise UnsoundError("the model depends on the images beyond what was released")
 
 
 def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
     """The state, and the numbers in every attribute, parameters included."""
     held = {name: _numbers(value) for name, value in vars(model).items() if name != "vault_type"}
-    numbers = {name: torch.cat([torch.zeros(0), *parts]).double() for name, parts in held.items()}
+    numbers = {name: torch.cat(parts) for name, parts in held.items()}
     return {**numbers, **{f"state {name}": value for name, value in model._state().items()}}
 
 
-def _numbers(value: Any, inside: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    """All that a value holds, as numbers: of tensors, arrays, containers, networks, objects; texts as their bytes."""
-    if id(value) in inside or (callable(value) and not isinstance(value, torch.nn.Module)):
-        return []
-    inside = (*inside, id(value))
-    if isinstance(value, torch.Tensor | int | float | np.ndarray | np.generic):
-        return [torch.as_tensor(value).detach().double().flatten().cpu()]
-    if isinstance(value, str | bytes | bytearray | range | set | frozenset):
-        parts = sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
-        return [torch.tensor(list(repr(parts).encode()), dtype=torch.float64)]
-    if isinstance(value, torch.nn.Module):
-        value = value.state_dict()
-    elif hasattr(value, "__dict__") and not isinstance(value, dict):
-        value = vars(value)
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    return [part for key, item in pairs for part in (*_numbers(key, inside), *_numbers(item, inside))]
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """All that a value holds, as numbers: of tensors, arrays, containers, networks, objects; else what it prints.
+
+    What was met before is its number in the order of meeting, so that cycles end and sharing costs nothing.
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, int] = {}
+    alive: list[Any] = []  # or else another object could take an id
+
+    def text(words: str) -> None:
+        found.append(torch.tensor([len(words), *words.encode()], dtype=torch.float64))
+
+    def walk(item: Any) -> None:
+        if id(item) in seen:
+            return text(f"again {seen[id(item)]}")
+        alive.append(item)
+        seen[id(item)] = len(seen)
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided and not item.is_complex():
+            text(str(tuple(item.shape)))
+            found.append(item.detach().double().flatten().cpu())
+        elif isinstance(item, torch.nn.Module | dict | list | tuple) or hasattr(item, "__dict__"):
+            text(type(item).__name__)
+            whole = dict(vars(item)) if hasattr(item, "__dict__") else {}
+            if isinstance(item, torch.nn.Module):
+                whole |= item.state_dict()
+            inside = (
+                item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list | tuple) else ()
+            )
+            for name, part in [*whole.items(), *inside]:
+                if not (callable(part) and not isinstance(part, torch.nn.Module)):
+                    walk(name)
+                    walk(part)
+        elif isinstance(item, set | frozenset):
+            text(repr(sorted(map(repr, item))))
+        elif isinstance(item, np.ndarray):
+            text(f"{item.dtype} {item.shape} {item.tolist()!r}")
+        else:
+            text(repr(item))
+
+    walk(value)
+    return found
 
 
 def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[Vault]) -> None:

@@ -20,9 +20,10 @@ removing a record is what is charged (under replace-one: is replacing it by a ro
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -111,6 +112,7 @@ class Vault:
         self._batch_size = batch_size or (BATCH_SIZE if self.device.type == "cpu" else DEVICE_BATCH_SIZE)
         self._reserved: dict[str, int] = {}
         self._widths: dict[str, int] = {}
+        self._turns = itertools.count()
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -168,8 +170,10 @@ class Vault:
         shape = self._row_shape(transform)
         home = self._images.device
         parts = [torch.zeros(0, *shape, device=home)]
-        for index in self._batches(torch.arange(self._size)):
-            parts.append(self._rows(transform, index, shape=shape).float().to(home))
+        for _, rows in self._rows(transform, torch.arange(self._size)):
+            if rows.shape[1:] != shape:
+                raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
+            parts.append(rows.float().to(home))
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
         mapped._images, mapped._widths = torch.cat(parts), {}
@@ -227,8 +231,9 @@ class Vault:
         unit, radius = (bound / steps, float(steps + 1)) if query.secure else (1.0, bound)
         groups = len(self.classes) if query.by_class else 1
         total = torch.zeros(groups, width, dtype=torch.float64, device=self.device)
-        for index in self._batches(self._drawn(query.release, query.shares)):
-            rows = self._rows(query.feature, index, query.with_labels).reshape(len(index), -1)
+        drawn = self._drawn(query.release, query.shares)
+        for index, made in self._rows(query.feature, drawn, query.with_labels):
+            rows = made.reshape(len(index), -1)
             if rows.shape[1] != width:
                 raise ValueError(
                     f"release {query.release.name!r}: rows are {rows.shape[1]} wide, {width} on random images"
@@ -358,27 +363,28 @@ class Vault:
         images = self._probes()
         labels = torch.arange(PROBES, device=self.device) % len(self.classes) if with_labels else None
         try:
-            one, again = (self._apply(feature, images, labels) for _ in range(2))
+            one, again = (self._apply(feature, images, labels, next(self._turns)) for _ in range(2))
             filled = [_filled(t, max(PROBES, self._batch_size)) for t in (images, labels) if t is not None]
             with torch.no_grad():
                 together = feature(*filled).detach()[:PROBES]
         except RuntimeError as error:
             raise ValueError(
                 "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
-                f"decision that depends on pixels?): {error}"
+                f"decision that depends on pixels, a tensor kept from an earlier call?): {error}"
             ) from None
         if not one.isfinite().all():
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
-        if one.shape != together.shape:
+        if not one.shape == again.shape == together.shape:
             raise ValueError(
                 f"a feature map must give one row per image, got {tuple(together.shape)} for {PROBES} images"
             )
         margin = MARGIN * float(one.double().abs().max())
-        if not torch.equal(one, again) or not torch.allclose(one.double(), together.double(), MARGIN, margin):
-            raise ValueError(
-                "this feature map mixes the images of a batch, or remembers others: alone, an image has another row. "
-                "Rows are computed one by one here, so that one image's influence is bounded"
-            )
+        for other in (again, together):
+            if not torch.allclose(one.double(), other.double(), MARGIN, margin):
+                raise ValueError(
+                    "this feature map mixes the images of a batch, or remembers others: alone, an image has another "
+                    "row. Rows are computed one by one here, so that one image's influence is bounded"
+                )
         return one.shape[1:]
 
     # -- private parts ------------------------------------------------------------------------------------
@@ -407,25 +413,36 @@ class Vault:
         return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
 
     def _rows(
-        self, feature: Feature, index: torch.Tensor, with_labels: bool = False, shape: torch.Size | None = None
-    ) -> torch.Tensor:
-        """The rows of these records. Guarantee: one for each, in order, cut off from every derivative.
+        self, feature: Feature, chosen: torch.Tensor, with_labels: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batch by batch the indices of the chosen records and their rows, one for each, cut off from derivatives.
 
-        `no_grad` alone would leave forward-mode tangents and graphs that the feature itself turns on.
+        Guarantee: what a feature says when it fails is not passed on: it could hold pixels.
         """
-        rows = self._apply(feature, self._batch(index), self._labels_of(index) if with_labels else None)
-        if shape is not None and rows.shape[1:] != shape:
-            raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
-        return rows
+        turn = next(self._turns)
+        for number, index in enumerate(self._batches(chosen)):
+            labels = self._labels_of(index) if with_labels else None
+            try:
+                rows = self._apply(feature, self._batch(index), labels, turn, number)
+            except Exception as error:
+                raise RuntimeError(
+                    f"the feature map failed on private images with a {type(error).__name__}; what it said is not "
+                    "shown, as it could hold pixels. It worked on public ones: does it depend on the values?"
+                ) from None
+            yield index, rows
 
-    def _apply(self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """`feature` of each image by itself.
+    def _apply(
+        self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None, turn: int, number: int = 0
+    ) -> torch.Tensor:
+        """`feature` of each image of a batch by itself; `turn` numbers the passes over images, `number` their batches.
 
         Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
         is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
-        that depend on pixels are errors. (What it hides from PyTorch, it can mix.) Batches are filled up with blank
-        images to one size, so that how many records there are does not change the shapes that the device computes
-        with, nor the way it rounds, except as far as it rounds by place: the margin is for that.
+        that depend on pixels are errors. So is a tensor that it kept from the call before, since batches are filled up
+        with blank images to sizes that change from call to call. (What it hides from PyTorch, it can mix.)
+
+        Sizes do not depend on the records, so that these do not change the shapes that the device computes with, nor
+        the way it rounds, except as far as it rounds by place: the margin is for that.
         """
 
         def alone(*one: torch.Tensor) -> torch.Tensor:
@@ -434,14 +451,11 @@ class Vault:
                 raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
             return row[0].detach()
 
-        rows = []
-        for start in range(0, len(images), self._batch_size):
-            part = slice(start, start + self._batch_size)
-            inputs = [_filled(t[part], self._batch_size) for t in (images, labels) if t is not None]
-            with torch.no_grad():
-                made = torch.vmap(alone, randomness="error")(*inputs).detach()
-            rows.append(made[: len(images) - start])
-        return torch.cat(rows)
+        size = max(self._batch_size, PROBES) + 3 * (turn % 2) + number % 3
+        inputs = [_filled(tensor, size) for tensor in (images, labels) if tensor is not None]
+        with torch.no_grad():
+            rows = torch.vmap(alone, randomness="error")(*inputs).detach()
+        return rows[: len(images)]
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""
