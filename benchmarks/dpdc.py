@@ -5,7 +5,8 @@
 
 Tables: `budget` (LDPDC and NDPDC at several epsilons, 50 images per class), `across` (other classifiers at epsilon 1:
 the paper's Table 3), `paper` (its own settings, Table 1), `baseline` (DM, which is not private; DPMix at epsilon 1),
-`ablation` (sigma, L, I and M around our settings, Tables 4 to 7: at a fixed noise, so that epsilon moves).
+`ablation` (sigma, L, I and M around our settings, Tables 4 to 7: at a fixed noise, so that epsilon moves), `core` (what
+one CPU core does, with smaller networks: `--tables core --device cpu --seeds 1`).
 
 The protocol: fit through the vault with class sizes declared public, take the whole condensed set, train a classifier
 on it with augmentation (SGD, as the condensation papers do), test it once on the real test split. Each seed draws its
@@ -96,6 +97,10 @@ def jobs(tables: Iterable[str], seeds: int, epochs: int, fewer: int) -> list[Job
     if "baseline" in tables:
         add("baseline", "dpmix", DATA, {"epsilon": 1.0, "group_size": 50}, {"convnet": fewer}, seeds)
         add("baseline", "dm", DATA, {"iterations": 1000}, {"convnet": fewer}, seeds)
+    if "core" in tables:
+        add("core", "ldpdc", ["mnist"], {"epsilon": 1.0}, {"small_cnn": fewer}, seeds)
+        small = {"epsilon": 1.0, "width": 32, "iterations": 200}
+        add("core", "ndpdc", ["mnist", "fashion-mnist"], small, {"small_cnn": fewer}, seeds)
     if "paper" in tables:
         add("paper", "ndpdc", DATA, PAPER_NONLINEAR, {"convnet": fewer}, seeds)
     return found

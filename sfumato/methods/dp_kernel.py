@@ -28,7 +28,7 @@ from torch.nn import functional
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders.scattering import Scattering
 from sfumato.functional import Frequencies, Gaussian, Part, Points
-from sfumato.methods.base import Synthesizer
+from sfumato.methods.generating import GeneratorMethod, warm_cosine
 from sfumato.nets.generator import Generator, refresh_batch_norm
 from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track
@@ -48,7 +48,7 @@ LEAK = (
 
 
 @dataclass(kw_only=True, eq=False)
-class KernelGenerator(Synthesizer):
+class KernelGenerator(GeneratorMethod):
     """A generator that follows a noisy function, step by step.
 
     form: `pathwise`, fresh random frequencies at each step; `gp`, exact derivatives at a few generated images of each
@@ -75,8 +75,6 @@ class KernelGenerator(Synthesizer):
     bound: float = 1.0
     batch_size: int = 500
     learning_rate: float = 2e-3
-    latent: int = 64
-    hidden: int = 256
     width: int = 64
     ema: float = 0.99
 
@@ -191,31 +189,6 @@ class KernelGenerator(Synthesizer):
         ]
         return Frequencies([part for part in parts if part.weight > 0], self.features, like, generator)
 
-    def _network(self, public: PublicFacts) -> Generator:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            network = Generator(
-                public.shape, len(public.classes), latent=self.latent, hidden=self.hidden, width=self.width
-            )
-        return network.to(self.torch_device)
-
-    def _proportions(self) -> torch.Tensor:
-        return self.counts_.cpu()
-
-    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        latent = torch.randn(len(labels), self.latent, generator=generator, device=self.torch_device)
-        images: torch.Tensor = self.generator_(latent, labels)
-        return images
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {"counts": self.counts_, **self.generator_.state_dict(prefix="generator.")}
-
-    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
-        self.counts_ = state["counts"]
-        self.generator_ = self._network(public).eval()
-        own = {name.removeprefix("generator."): value for name, value in state.items() if name != "counts"}
-        self.generator_.load_state_dict(own)
-
 
 class Training:
     """A generator under way: batches with all classes in them, steps, and an average of the weights."""
@@ -242,15 +215,11 @@ class Training:
 
     def descend(self, loss: torch.Tensor, step: int) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = self._method.learning_rate * self._rate(step / self._method.steps)
+            group["lr"] = self._method.learning_rate * warm_cosine(step, self._method.steps)
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
         torch._foreach_lerp_(list(self._average.parameters()), list(self.network.parameters()), 1 - self._method.ema)
-
-    def _rate(self, done: float) -> float:
-        """Share of the learning rate: up over 2 % of the steps, then a cosine down to 2 %."""
-        return min(1.0, 50 * done + 0.02) * (0.51 + 0.49 * math.cos(math.pi * done))
 
     def result(self) -> Generator:
         """The average, with its batch norms' statistics taken afresh."""

@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch
 
 from sfumato.data import DataError, PublicFacts
-from sfumato.methods.base import Synthesizer
-from sfumato.nets.generator import Generator, refresh_batch_norm
+from sfumato.methods.generating import GeneratorMethod, warm_cosine
+from sfumato.nets.generator import refresh_batch_norm
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
@@ -37,7 +37,7 @@ LEAST_PER_CLASS = 8  # generated images of a class in a step
 
 
 @dataclass(kw_only=True, eq=False)
-class MeanEmbedding(Synthesizer):
+class MeanEmbedding(GeneratorMethod):
     """One noisy mean embedding per class, matched by a small conditional generator.
 
     features: number m of frequencies. window, amplitude: ranges (log-uniform) of a frequency's window, in image sides,
@@ -56,9 +56,6 @@ class MeanEmbedding(Synthesizer):
     features_per_step: int = 1000
     learning_rate: float = 5e-3
     ema: float = 0.995
-    latent: int = 64
-    hidden: int = 256
-    width: int = 32
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         if max(public.shape) > LARGEST_SIDE:
@@ -114,13 +111,11 @@ class MeanEmbedding(Synthesizer):
         The square of a mean over n images is biased by its variance; as |phi| = 1 the factor n / (n - 1) undoes that.
         """
         device, classes = self.torch_device, len(public.classes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            network = self._network(public)
+        network = self._network(public)
         parameters: list[torch.Tensor] = list(network.parameters())
         average = [parameter.detach().clone() for parameter in parameters]
         optimizer = torch.optim.Adam(parameters, self.learning_rate, betas=(0.5, 0.99), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, self.steps))
         chosen = max(1, min(classes, self.batch_size // LEAST_PER_CLASS))
         each = max(2, self.batch_size // chosen)
 
@@ -148,32 +143,6 @@ class MeanEmbedding(Synthesizer):
             for _ in range(20):
                 draw()
         self.generator_ = network.eval()
-
-    def _rate(self, step: int) -> float:
-        """Share of the learning rate: up over 2 % of the steps, then a cosine down to 2 %."""
-        done = step / self.steps
-        return min(1.0, (step + 1) / (0.02 * self.steps + 1)) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
-
-    def _network(self, public: PublicFacts) -> Generator:
-        network = Generator(public.shape, len(public.classes), latent=self.latent, hidden=self.hidden, width=self.width)
-        return network.to(self.torch_device)
-
-    def _proportions(self) -> torch.Tensor:
-        return self.counts_.cpu()
-
-    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        latent = torch.randn(len(labels), self.latent, generator=generator, device=self.torch_device)
-        images: torch.Tensor = self.generator_(latent, labels)
-        return images
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {"counts": self.counts_, **self.generator_.state_dict(prefix="generator.")}
-
-    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
-        self.counts_ = state["counts"]
-        self.generator_ = self._network(public).eval()
-        own = {name.removeprefix("generator."): value for name, value in state.items() if name != "counts"}
-        self.generator_.load_state_dict(own)
 
 
 def _fourier(images: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
