@@ -7,7 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -73,6 +73,11 @@ class Synthesizer(ABC):
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `_state`."""
 
+    @property
+    def _protected(self) -> bool:
+        """Whether, with these parameters, the method sees releases only."""
+        return self.guarantee == "differential-privacy"
+
     def _proportions(self) -> torch.Tensor:
         """Share of each class among samples whose labels are left open."""
         return torch.ones(len(self._fitted().classes))
@@ -85,7 +90,9 @@ class Synthesizer(ABC):
 
     def plan(self, public: PublicFacts) -> Plan:
         """The releases to come and their noise; touches no pixel and spends nothing."""
-        return calibrate(self._releases(public), self._budget())
+        plan = calibrate(self._releases(public), self._budget())
+        # A form that takes the raw images has no releases to account for, and promises nothing.
+        return plan if self._protected else replace(plan, bounds={**plan.bounds, "exact": math.inf})
 
     def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
         """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""

@@ -19,7 +19,7 @@ import torch
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.condensation import Condenser, Matcher, View, Views
 from sfumato.nets.random_convnet import WIDTH
-from sfumato.privacy import Plan, Release, Vault
+from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
 CHUNK, DEVICE_CHUNK = 500, 4000  # images in a forward, on a CPU and on an accelerator
@@ -63,10 +63,6 @@ class DistributionMatching(Condenser):
                 "if the images need no protection, or choose a method that guarantees differential privacy"
             )
         return self
-
-    def plan(self, public: PublicFacts) -> Plan:
-        """No releases, and an epsilon that says what that means here."""
-        return Plan((), self._budget(), {**super().plan(public).bounds, "exact": math.inf})
 
     def _releases(self, public: PublicFacts) -> list[Release]:  # noqa: ARG002
         return []

@@ -84,6 +84,10 @@ class KernelGenerator(GeneratorMethod):
             return None
         return {"epsilon": self.epsilon, "delta": self.delta, "by": self.paper, "why": LEAK}
 
+    @property
+    def _protected(self) -> bool:
+        return self.form != "published"
+
     def validate(self) -> Self:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def test_the_published_form_says_that_it_promises_nothing(few_digits: ImageSet) 
     assert model.certificate_.epsilon is None
     assert model.certificate_.claimed is not None
     assert "never reaches the gradient" in model.certificate_.claimed["why"]
+    assert model.plan(few_digits.public()).epsilon == math.inf  # no releases to account for is not an epsilon of 0
     assert KernelGenerator(**QUICK).fit(few_digits).certificate_.claimed is None
 
 
