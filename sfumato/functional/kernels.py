@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+class Spectrum(Protocol):
+    """A law of frequencies."""
+
+    def frequencies(self, count: int, dimension: int, generator: torch.Generator) -> torch.Tensor:
+        """[count, dimension]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,3 +86,51 @@ class Matern(Kernel):
         degrees = round(2 * self.smoothness)
         squares = torch.randn(count, degrees, generator=generator, device=generator.device).square()
         return math.sqrt(degrees) / squares.sum(1, keepdim=True).sqrt()
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """Frequencies on maps that look through a Gaussian window of random size and place: kernels of parts, averaged.
+
+    A kernel on all of an image says how alike two images are as wholes, and a mean in it says little that survives
+    noise. Parts are learned from all images that share them. A frequency w is white noise under its window, scaled so
+    that w . x has standard deviation |x| / h under a public model of maps: x has the norm `norm`, spread evenly, and
+    correlations that fall off over `correlation` sides. Windows (in sides) and bandwidths h are log-uniform.
+    """
+
+    shape: tuple[int, int, int]
+    bandwidths: tuple[float, float]
+    window: tuple[float, float]
+    norm: float = 1.0
+    correlation: float = 0.0
+
+    def frequencies(self, count: int, dimension: int, generator: torch.Generator) -> torch.Tensor:
+        if dimension != math.prod(self.shape):
+            raise ValueError(f"these frequencies are for maps of shape {self.shape}, got vectors of {dimension}")
+        _, height, width = self.shape
+        side, device = (height + width) / 2, generator.device
+        noise = torch.randn(count, *self.shape, generator=generator, device=device)
+        deviation = _log_uniform(self.window, count, generator)[:, None] * side
+
+        def window(size: int) -> torch.Tensor:
+            centre = torch.rand(count, 1, generator=generator, device=device) * (size - 1)
+            return torch.exp(-((torch.arange(size, device=device) - centre) ** 2) / (2 * deviation**2))
+
+        def correlated(maps: torch.Tensor) -> torch.Tensor:
+            if self.correlation == 0:
+                return maps
+            rows, columns = (
+                torch.exp(-(place[:, None] - place).abs() / (self.correlation * side))
+                for place in (torch.arange(size, device=device) for size in (height, width))
+            )
+            return rows @ maps @ columns
+
+        noise = noise * window(height)[:, None, :, None] * window(width)[:, None, None, :]
+        spread = (correlated(noise) * noise).sum((1, 2, 3)) * self.norm**2 / dimension
+        scale = self.norm / _log_uniform(self.bandwidths, count, generator) / spread.sqrt()
+        return (noise * scale[:, None, None, None]).flatten(1)
+
+
+def _log_uniform(limits: tuple[float, float], count: int, generator: torch.Generator) -> torch.Tensor:
+    low, high = (math.log(limit) for limit in limits)
+    return torch.exp(low + (high - low) * torch.rand(count, generator=generator, device=generator.device))

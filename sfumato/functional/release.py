@@ -26,12 +26,12 @@ of one vector (`by_class`), and one record touches one block, so that they cost 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sfumato.functional.kernels import Gaussian, Kernel
+from sfumato.functional.kernels import Gaussian, Spectrum
 
 Representation = Callable[[torch.Tensor], torch.Tensor]  # images to vectors, one by one
 
@@ -40,10 +40,10 @@ RANK = 1e-6  # eigenvalues of a Gram matrix below this share of the largest are 
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel on a representation of images, and its weight in a sum of such kernels."""
+    """A kernel on a representation of images, by its frequencies, and its weight in a sum of such kernels."""
 
     representation: Representation
-    kernel: Kernel
+    kernel: Spectrum
     weight: float = 1.0
 
 
@@ -63,6 +63,15 @@ class Frequencies:
             dimension = part.representation(like[:1]).shape[1]
             drawn = part.kernel.frequencies(number, dimension, generator)
             self._blocks.append((part.representation, drawn, math.sqrt(share / number)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [frequencies for _, frequencies, _ in self._blocks]
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> Frequencies:
+        """The same features with these frequencies."""
+        other = object.__new__(Frequencies)
+        other._blocks = [(block[0], new, block[2]) for block, new in zip(self._blocks, tensors, strict=True)]
+        return other
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """phi, [N, features]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -13,13 +13,13 @@ import torch
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.augmentation import Augmentation, draw_augmentation
+from sfumato.nets.graph import Graph
 from sfumato.nets.random_convnet import WIDTH, draw_networks, embed
 from sfumato.privacy import Release, Vault
 
 BLOCK = 100  # iterations whose networks are drawn at once
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together: they need less accuracy
 CHUNK = 2000  # synthetic images in a forward
-WARM_UP = 3  # calls before a graph is captured
 TINY = 1e-12
 
 
@@ -249,29 +249,6 @@ class Matcher:
                 gradient = self._correlations[0] @ gradient @ self._correlations[1]
             velocity = self._velocity[part].mul_(self._momentum).add_(gradient)
             self.images[part] = (self.images[part] + rate * velocity).clamp_(-1, 1)
-
-
-class Graph:
-    """A function of a view and tensors; on a GPU captured at the third call and replayed as one launch from then on."""
-
-    def __init__(self, function: Callable[..., torch.Tensor | None]) -> None:
-        self._function, self._calls = function, 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, view: View, *tensors: torch.Tensor) -> torch.Tensor | None:
-        inputs = [*view.tensors(), *tensors]
-        if inputs[0].device.type == "cuda" and self._calls >= WARM_UP:
-            if self._graph is None:
-                self._inputs = [tensor.clone() for tensor in inputs]
-                depth = len(view.tensors())
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    self._result = self._function(view.like(self._inputs[:depth]), *self._inputs[depth:])
-            torch._foreach_copy_(self._inputs, inputs)
-            self._graph.replay()
-            return self._result
-        self._calls += 1
-        return self._function(view, *tensors)
 
 
 def _correlation(size: int, length: float, device: torch.device) -> torch.Tensor:

@@ -27,9 +27,10 @@ from torch.nn import functional
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders.scattering import Scattering
-from sfumato.functional import Frequencies, Gaussian, Part, Points
+from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
-from sfumato.nets.generator import Generator, refresh_batch_norm
+from sfumato.nets.generator import PerClass, refresh_batch_norm
+from sfumato.nets.graph import Graph
 from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track
 
@@ -38,6 +39,11 @@ GROUP = 3  # scattering channels that are normalised together
 LARGEST_SIDE = 64
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
+RELEASED_BY = 0.6  # of the steps: all paths are there by then
+SEEDS = 1_000_003  # apart, in seeds of frequencies
+MEANS_BATCHES = 4
+PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
+VARIANTS = ("conditional", "parallel")
 FORMS = ("pathwise", "gp", "nystrom", "published")
 PUBLISHED_BANDWIDTHS = (1.0, 2.0, 4.0, 8.0, 16.0)
 PUBLISHED_BATCH = 60
@@ -66,15 +72,19 @@ class KernelGenerator(GeneratorMethod):
     summary: ClassVar[str] = "a generator that follows a noisy kernel mean of scattering coefficients"
 
     form: str = "pathwise"
-    steps: int = 1500
-    sampling_prob: float = 0.05
-    features: int = 2000
-    pixels: tuple[float, ...] = (0.2, 0.4)
-    scattering: tuple[float, ...] = (0.3, 1.0)
+    variant: str = "conditional"
+    paths: int = 100
+    steps: int = 3000
+    sampling_prob: float = 0.2
+    features: int = 1000
+    pixels: tuple[float, float] = (0.2, 0.8)
+    scattering: tuple[float, float] = (0.3, 1.0)
     scattering_share: float = 0.5
-    bound: float = 1.0
+    window: tuple[float, float] = (0.05, 1.0)
+    bound: float = 0.8
     batch_size: int = 500
     learning_rate: float = 2e-3
+    network: str = "residual"
     width: int = 64
     ema: float = 0.99
 
@@ -91,7 +101,13 @@ class KernelGenerator(GeneratorMethod):
     def validate(self) -> Self:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         return super().validate()
+
+    @property
+    def _per_class(self) -> bool:
+        return self.variant == "parallel"
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         if max(public.shape[1:]) > LARGEST_SIDE:
@@ -100,8 +116,8 @@ class KernelGenerator(GeneratorMethod):
             )
         if self.form == "published":
             return []
-        once = self.form == "nystrom"
-        times, q = (1, 1.0) if once else (self.steps, self.sampling_prob)
+        times = {"pathwise": self.paths, "gp": self.steps, "nystrom": 1}[self.form]
+        q = 1.0 if self.form == "nystrom" else self.sampling_prob
         weight = COUNTS_WEIGHT / (q * math.sqrt(times))
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
         return [*counts, Release("sums", times, q)]
@@ -122,21 +138,40 @@ class KernelGenerator(GeneratorMethod):
     # -- the sound forms --------------------------------------------------------------------------------------
 
     def _train_pathwise(self, vault: Vault, training: Training) -> None:
-        """At each step fresh frequencies; rows are features less the generated images' mean, in their class.
+        """Paths are released one by one in the first part of the training, and followed again and again.
 
-        Two batches: one to take the mean of, one to move, so that the step is not biased by their being the same.
+        Rows are features less the generated images' mean in their class, which is public; what was released, put back
+        on that mean, is the private images' mean. Each step draws one of the paths that are there.
         """
-        expected = (self.sampling_prob * self.counts_)[:, None]
+        kept: list[torch.Tensor] = []
+        choice = torch.Generator().manual_seed(self.seed)
         for step in track(self.steps, "generator"):
-            with torch.no_grad():
-                seen = training.vectors(training.images())
-            features = self._features(training.vectors, seen, training.generator)
-            means = training.by_class(features(seen)).mean(1)
-            sums = vault.sum(
-                _differences(features, means), release="sums", bound=self.bound, by_class=True, with_labels=True
-            )
-            made = training.by_class(features(training.vectors(training.images()))).mean(1)
-            training.descend(-(made * (sums / expected)).sum(), step)
+            due = math.ceil(self.paths * (step + 1) / (RELEASED_BY * self.steps))
+            while len(kept) < min(due, self.paths):
+                kept.append(self._release(vault, training, len(kept)))
+            number = int(torch.randint(len(kept), (), generator=choice))
+            training.match(self._frequencies(training, number), kept[number], step)
+
+    def _release(self, vault: Vault, training: Training, number: int) -> torch.Tensor:
+        """Noisy mean features of each class on the frequencies of that number, [classes, features]."""
+        features = self._frequencies(training, number)
+        means = training.means(features)
+        rows = _differences(features, means)
+        sums = vault.sum(rows, release="sums", bound=self.bound, by_class=True, with_labels=True)
+        expected = (self.sampling_prob * self.counts_)[:, None]
+        return (sums / expected).float() + means
+
+    def _frequencies(self, training: Training, number: int) -> Frequencies:
+        """Those of the user's seed and of that number: drawn again rather than kept, as they are large."""
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed * SEEDS + number)
+        vectors = training.vectors
+        scattering = Windowed(vectors.maps, self.scattering, self.window)
+        pixels = Windowed(training.shape, self.pixels, self.window, PIXEL_NORM, CORRELATION_LENGTH)
+        parts = [
+            Part(vectors.scattering, scattering, self.scattering_share),
+            Part(vectors.pixels, pixels, 1 - self.scattering_share),
+        ]
+        return Frequencies([part for part in parts if part.weight > 0], self.features, training.like, generator)
 
     def _train_exactly(self, vault: Vault, training: Training) -> None:
         """At each step the function's derivatives at some generated images, exact in their joint law."""
@@ -185,53 +220,82 @@ class KernelGenerator(GeneratorMethod):
             fake = training.network(torch.randn(len(real), self.latent, generator=generator, device=device), kinds)
             training.descend(published_loss(real, kinds, fake, kinds, noise, generator), step)
 
-    def _features(self, vectors: Vectors, like: torch.Tensor, generator: torch.Generator) -> Frequencies:
-        """Fresh frequencies on both representations."""
-        parts = [
-            Part(vectors.scattering, Gaussian(self.scattering), self.scattering_share),
-            Part(vectors.pixels, Gaussian(self.pixels), 1 - self.scattering_share),
-        ]
-        return Frequencies([part for part in parts if part.weight > 0], self.features, like, generator)
-
 
 class Training:
-    """A generator under way: batches with all classes in them, steps, and an average of the weights."""
+    """A generator under way: batches with as many images of all classes, steps, and an average of the weights."""
 
     def __init__(self, method: KernelGenerator, public: PublicFacts, generator: torch.Generator) -> None:
         self.shape, self.generator, self._method = public.shape, generator, method
         self.vectors = Vectors(public.shape).to(generator.device)
         self.network, self._average = method._network(public), method._network(public).requires_grad_(False)
         self._average.load_state_dict(self.network.state_dict())
-        self._optimizer = torch.optim.Adam(self.network.parameters(), method.learning_rate, betas=(0.5, 0.99))
-        self._each = max(NEAR, method.batch_size // len(public.classes))
-        self._labels = torch.arange(len(public.classes), device=generator.device).repeat_interleave(self._each)
+        self._parameters = list(self.network.parameters())
+        self._rate = torch.zeros((), device=generator.device)
+        graphs = generator.device.type == "cuda"
+        self._optimizer = torch.optim.Adam(
+            self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
+        )
+        self.classes, self._each = len(public.classes), max(NEAR, method.batch_size // len(public.classes))
+        self._labels = torch.arange(self.classes, device=generator.device).repeat_interleave(self._each)
+        self.like = torch.zeros(1, self.vectors.length, device=generator.device)
+        self._look, self._step = Graph(self._means), Graph(self._match)
 
-    def images(self, network: nn.Module | None = None) -> torch.Tensor:
-        """A batch, class by class."""
+    def latent(self) -> torch.Tensor:
         size = (len(self._labels), self._method.latent)
-        latent = torch.randn(size, generator=self.generator, device=self.generator.device)
-        made: torch.Tensor = (network or self.network)(latent, self._labels)
+        return torch.randn(size, generator=self.generator, device=self.generator.device)
+
+    def images(self, latent: torch.Tensor | None = None, network: nn.Module | None = None) -> torch.Tensor:
+        """A batch, class by class."""
+        network, latent = network or self.network, self.latent() if latent is None else latent
+        if isinstance(network, PerClass):
+            return network.together(self.by_class(latent)).flatten(0, 1)
+        made: torch.Tensor = network(latent, self._labels)
         return made
 
     def by_class(self, rows: torch.Tensor) -> torch.Tensor:
         """[classes, images, …]"""
         return rows.view(-1, self._each, *rows.shape[1:])
 
-    def descend(self, loss: torch.Tensor, step: int) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._method.learning_rate * warm_cosine(step, self._method.steps)
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        torch._foreach_lerp_(list(self._average.parameters()), list(self.network.parameters()), 1 - self._method.ema)
+    def means(self, features: Frequencies) -> torch.Tensor:
+        """Mean features of generated images, by class; over several batches, as these are public and cheap."""
+        found = [self._look(features, self.latent()) for _ in range(MEANS_BATCHES)]
+        return torch.stack([rows.clone() for rows in found if rows is not None]).mean(0)
 
-    def result(self) -> Generator:
+    def match(self, features: Frequencies, wanted: torch.Tensor, step: int) -> None:
+        """A step towards the mean features `wanted`, [classes, features]."""
+        self._schedule(step)
+        self._step(features, wanted, self.latent())
+
+    def descend(self, loss: torch.Tensor, step: int) -> None:
+        """A step down any loss."""
+        self._schedule(step)
+        self._descend(loss)
+
+    def result(self) -> nn.Module:
         """The average, with its batch norms' statistics taken afresh."""
-        refresh_batch_norm(self._average.train())
+        refresh_batch_norm(self._average, lambda: self.images(network=self._average))
+        return self._average
+
+    def _means(self, features: Frequencies, latent: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            for _ in range(20):
-                self.images(self._average)
-        return self._average.eval()
+            return self.by_class(features(self.vectors(self.images(latent)))).mean(1)
+
+    def _match(self, features: Frequencies, wanted: torch.Tensor, latent: torch.Tensor) -> None:
+        """Down |wanted - mean|², summed over classes; features have norm 1, so that n / (n - 1) undoes its bias."""
+        made = self.by_class(features(self.vectors(self.images(latent)))).mean(1)
+        self._descend((self._each / (self._each - 1) * made.square() - 2 * made * wanted).sum())
+
+    def _schedule(self, step: int) -> None:
+        self._rate.fill_(self._method.learning_rate * warm_cosine(step, self._method.steps))
+        if self._rate.device.type == "cpu":
+            self._optimizer.param_groups[0]["lr"] = float(self._rate)
+
+    def _descend(self, loss: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(loss, self._parameters)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        torch._foreach_lerp_(list(self._average.parameters()), self._parameters, 1 - self._method.ema)
 
 
 class Vectors(nn.Module):
@@ -245,8 +309,10 @@ class Vectors(nn.Module):
         super().__init__()
         channels, *size = shape
         self.transform = Scattering((size[0], size[1]))
-        self.groups = max(1, channels * self.transform.channels // GROUP)
-        self.coefficients = channels * self.transform.channels * (size[0] // 4) * (size[1] // 4)
+        self.maps = (channels * self.transform.channels, size[0] // 4, size[1] // 4)
+        self.groups = max(1, self.maps[0] // GROUP)
+        self.coefficients = math.prod(self.maps)
+        self.length = self.coefficients + math.prod(shape)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """[N, coefficients + pixels]."""

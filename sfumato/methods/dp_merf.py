@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.functional import Windowed
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
 from sfumato.nets.generator import refresh_batch_norm
 from sfumato.privacy import Release, Vault
@@ -67,7 +68,7 @@ class MeanEmbedding(GeneratorMethod):
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        frequencies = self._frequencies(public.shape, generator)
+        frequencies = self._spectrum(public.shape).frequencies(self.features, math.prod(public.shape), generator)
         counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
         self.counts_ = counts.float().clamp_min(1)
         sums = vault.sum(
@@ -79,29 +80,11 @@ class MeanEmbedding(GeneratorMethod):
         means = sums * math.sqrt(self.features) / self.counts_[:, None]
         self._fit_generator(public, means, frequencies, generator)
 
-    def _frequencies(self, shape: tuple[int, int, int], generator: torch.Generator) -> torch.Tensor:
-        """[m, pixels]: white noise under a random window, scaled to a random amplitude under the image model.
-
-        The model: cov(x_p, x_q) = PIXEL_VARIANCE * exp(-(|dy| + |dx|) / (CORRELATION_LENGTH * side)).
-        """
-        _, height, width = shape
-        side = (height + width) / 2
-        device = self.torch_device
-        noise = torch.randn(self.features, *shape, generator=generator, device=device)
-        deviation = _log_uniform(self.window, self.features, generator)[:, None] * side
-
-        def window(size: int) -> torch.Tensor:
-            centre = torch.rand(self.features, 1, generator=generator, device=device) * (size - 1)
-            return torch.exp(-((torch.arange(size, device=device) - centre) ** 2) / (2 * deviation**2))
-
-        def correlation(size: int) -> torch.Tensor:
-            place = torch.arange(size, device=device)
-            return torch.exp(-(place[:, None] - place).abs() / (CORRELATION_LENGTH * side))
-
-        noise = noise * window(height)[:, None, :, None] * window(width)[:, None, None, :]
-        spread = ((correlation(height) @ noise @ correlation(width)) * noise).sum((1, 2, 3)) * PIXEL_VARIANCE
-        scale = _log_uniform(self.amplitude, self.features, generator) / spread.sqrt()
-        return (noise * scale[:, None, None, None]).flatten(1)
+    def _spectrum(self, shape: tuple[int, int, int]) -> Windowed:
+        """w . x varies by `amplitude` under the public model of images."""
+        norm = math.sqrt(PIXEL_VARIANCE * math.prod(shape))
+        low, high = self.amplitude
+        return Windowed(shape, (norm / high, norm / low), self.window, norm, CORRELATION_LENGTH)
 
     def _fit_generator(
         self, public: PublicFacts, means: torch.Tensor, frequencies: torch.Tensor, generator: torch.Generator
@@ -139,18 +122,11 @@ class MeanEmbedding(GeneratorMethod):
         with torch.no_grad():
             for parameter, mean in zip(parameters, average, strict=True):
                 parameter.copy_(mean)
-            refresh_batch_norm(network)
-            for _ in range(20):
-                draw()
-        self.generator_ = network.eval()
+        refresh_batch_norm(network, draw)
+        self.generator_ = network
 
 
 def _fourier(images: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     """cos and sin of each frequency's phase, [N, 2m]."""
     phase = images.flatten(1) @ frequencies.T
     return torch.cat([phase.cos(), phase.sin()], 1)
-
-
-def _log_uniform(limits: tuple[float, float], count: int, generator: torch.Generator) -> torch.Tensor:
-    low, high = (math.log(limit) for limit in limits)
-    return torch.exp(low + (high - low) * torch.rand(count, generator=generator, device=generator.device))

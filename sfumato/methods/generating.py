@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import nn
 
 from sfumato.data import PublicFacts
 from sfumato.methods.base import Synthesizer
-from sfumato.nets.generator import Generator
+from sfumato.nets.generator import NETWORKS, PerClass
 
 
 @dataclass(kw_only=True, eq=False)
 class GeneratorMethod(Synthesizer):
     """A method that learns `generator_`, and `counts_`, the noisy or declared number of images in each class."""
 
+    network: str = "small"
     latent: int = 64
     hidden: int = 256
     width: int = 32
 
-    def _network(self, public: PublicFacts) -> Generator:
-        """A network with initial weights of the user's seed."""
+    def validate(self) -> Self:
+        if self.network not in NETWORKS:
+            raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
+        return super().validate()
+
+    @property
+    def _per_class(self) -> bool:
+        """Whether each class has a network of its own."""
+        return False
+
+    def _network(self, public: PublicFacts) -> nn.Module:
+        """A network, or one for each class, with initial weights of the user's seed."""
+        sizes = {"latent": self.latent, "hidden": self.hidden, "width": self.width}
+        classes = len(public.classes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            network = Generator(
-                public.shape, len(public.classes), latent=self.latent, hidden=self.hidden, width=self.width
-            )
+            if self._per_class:
+                network: nn.Module = PerClass(lambda: NETWORKS[self.network](public.shape, 1, **sizes), classes)
+            else:
+                network = NETWORKS[self.network](public.shape, classes, **sizes)
         return network.to(self.torch_device)
 
     def _proportions(self) -> torch.Tensor:

@@ -1,33 +1,53 @@
-"""A small conditional generator, quick on two cores."""
+"""Conditional generators: latent vectors and labels to images in [-1, 1].
+
+`small` is quick on two cores; `residual` is the better one; `mmd-gan` is the one of the MMD-GAN papers, for comparisons.
+`PerClass` makes one of them for each class, all of which run at once.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 ACROSS = 8  # the first map is at most this many pixels across
+REFRESHES = 20  # batches over which batch norms' statistics are taken
+Shape = tuple[int, int, int]
 
 
 class Generator(nn.Module):
-    """Latent vectors and labels to images in [-1, 1].
-
-    A linear entry for each class, a shared linear layer to a small map, transposed convolutions that double it until
+    """A linear entry for each class, a shared linear layer to a small map, transposed convolutions that double it until
     it covers the image, a binomial blur (pixels of images are smooth; noise in a target is not), tanh.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, latent: int = 64, hidden: int = 256, width: int = 32
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, latent: int = 64, hidden: int = 256, width: int = 32) -> None:
         super().__init__()
         channels, self.height, self.width = shape
         self.latent = latent
         self.entry = nn.Parameter(torch.randn(classes, latent, hidden) / math.sqrt(latent))
         self.bias = nn.Parameter(torch.randn(classes, hidden) / 2)
-        doublings = max(1, math.ceil(math.log2(max(self.height, self.width) / ACROSS)))
-        base = (math.ceil(self.height / 2**doublings), math.ceil(self.width / 2**doublings))
+        doublings, base = _first_map(shape)
+        self.trunk = nn.Sequential(*self._layers(channels, hidden, width, doublings, base))
+        self.register_buffer("blur_rows", _blur(self.height), persistent=False)
+        self.register_buffer("blur_columns", _blur(self.width), persistent=False)
+
+    def forward(self, latent: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`latent` [N, latent] and `labels` [N] to images [N, C, H, W]."""
+        member = functional.one_hot(labels, len(self.entry)).to(latent.dtype)
+        # One product for all classes: the latent vector stands in the block of its class.
+        blocks = (member[:, :, None] * latent[:, None, :]).flatten(1)
+        images = self.trunk(blocks @ self.entry.flatten(0, 1) + member @ self.bias)
+        images = images[:, :, : self.height, : self.width]
+        return torch.tanh(self.get_buffer("blur_rows") @ images @ self.get_buffer("blur_columns").T)
+
+    def _layers(
+        self, channels: int, hidden: int, width: int, doublings: int, base: tuple[int, int]
+    ) -> list[nn.Module]:
         layers: list[nn.Module] = [
             nn.BatchNorm1d(hidden),
             nn.ReLU(),
@@ -42,26 +62,142 @@ class Generator(nn.Module):
             layers.append(nn.ConvTranspose2d(width, narrower, 4, 2, 1))
             layers += [] if last else [nn.BatchNorm2d(narrower), nn.ReLU()]
             width = narrower
+        return layers
+
+
+class ResidualGenerator(Generator):
+    """The same entry and end; between them residual blocks that double the map by repeating its pixels."""
+
+    def _layers(
+        self, channels: int, hidden: int, width: int, doublings: int, base: tuple[int, int]
+    ) -> list[nn.Module]:
+        layers: list[nn.Module] = [
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 2 * width * base[0] * base[1]),
+            nn.Unflatten(1, (2 * width, *base)),
+        ]
+        wide = 2 * width
+        for _ in range(doublings):
+            layers.append(Doubling(wide, width))
+            wide, width = width, max(16, width // 2)
+        return [*layers, nn.BatchNorm2d(wide), nn.ReLU(), nn.Conv2d(wide, channels, 3, padding=1)]
+
+
+class Doubling(nn.Module):
+    """Two convolutions around a doubling, added to the doubled input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)])
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.short = nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = self.first(_doubled(functional.relu(self.norms[0](x))))
+        maps = self.second(functional.relu(self.norms[1](maps)))
+        return maps + _doubled(self.short(x))
+
+
+class MMDGenerator(nn.Module):
+    """The generator of MMD-GAN as "Functional Rényi DP" takes it: latent and one-hot label to ten numbers, then
+    transposed convolutions of width 256, 128, 64; cut to the image's size."""
+
+    def __init__(self, shape: Shape, classes: int, *, latent: int = 10, hidden: int = 10, width: int = 64) -> None:
+        super().__init__()
+        channels, self.height, self.width = shape
+        self.latent, self.classes = latent, classes
+        doublings = max(1, math.ceil(math.log2(max(self.height, self.width) / 4)))
+        wide = width * 2 ** (doublings - 1)
+        layers: list[nn.Module] = [
+            nn.Linear(latent + classes, hidden),
+            nn.Unflatten(1, (hidden, 1, 1)),
+            nn.ConvTranspose2d(hidden, wide, 4, 1, 0, bias=False),
+        ]
+        for doubling in range(doublings):
+            narrower = channels if doubling == doublings - 1 else wide // 2
+            layers += [nn.BatchNorm2d(wide), nn.ReLU(), nn.ConvTranspose2d(wide, narrower, 4, 2, 1, bias=False)]
+            wide = narrower
         self.trunk = nn.Sequential(*layers)
-        self.register_buffer("blur_rows", _blur(self.height), persistent=False)
-        self.register_buffer("blur_columns", _blur(self.width), persistent=False)
 
     def forward(self, latent: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`latent` [N, latent] and `labels` [N] to images [N, C, H, W]."""
-        member = functional.one_hot(labels, len(self.entry)).to(latent.dtype)
-        # One product for all classes: the latent vector stands in the block of its class.
-        blocks = (member[:, :, None] * latent[:, None, :]).flatten(1)
-        images = self.trunk(blocks @ self.entry.flatten(0, 1) + member @ self.bias)
-        images = images[:, :, : self.height, : self.width]
-        return torch.tanh(self.get_buffer("blur_rows") @ images @ self.get_buffer("blur_columns").T)
+        whole = torch.cat([latent, functional.one_hot(labels, self.classes).to(latent.dtype)], 1)
+        return torch.tanh(self.trunk(whole)[:, :, : self.height, : self.width])
 
 
-def refresh_batch_norm(network: nn.Module) -> None:
-    """Makes batch norms forget their statistics and average those of the batches to come alike."""
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            module.reset_running_stats()
-            module.momentum = None
+class PerClass(nn.Module):
+    """One network for each class: their weights stacked, their batches side by side in one call."""
+
+    def __init__(self, build: Callable[[], nn.Module], classes: int) -> None:
+        super().__init__()
+        networks = [build() for _ in range(classes)]
+        self._template = [networks[0]]  # in a list: its weights are not ours
+        for name, _ in networks[0].named_parameters():
+            stacked = torch.stack([network.get_parameter(name).detach() for network in networks])
+            self.register_parameter(_flat(name), nn.Parameter(stacked))
+        for name, _ in networks[0].named_buffers():
+            self.register_buffer(_flat(name), torch.stack([network.get_buffer(name) for network in networks]))
+
+    def forward(self, latent: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        classes = len(next(self.parameters()))
+        order = labels.argsort(stable=True)
+        counts = torch.bincount(labels, minlength=classes)
+        place = torch.empty_like(labels)
+        place[order] = torch.arange(len(labels), device=labels.device) - (counts.cumsum(0) - counts)[labels[order]]
+        side_by_side = latent.new_zeros(classes, int(counts.max()), latent.shape[1])
+        side_by_side[labels, place] = latent
+        return self.together(side_by_side)[labels, place]
+
+    def together(self, latent: torch.Tensor) -> torch.Tensor:
+        """As many images of each class: [classes, n, latent] to [classes, n, C, H, W]."""
+        template = self._template[0].to(latent.device).train(self.training)
+        state = {_full(name): value for name, value in [*self.named_parameters(), *self.named_buffers()]}
+
+        def one(weights: dict[str, torch.Tensor], codes: torch.Tensor) -> torch.Tensor:
+            alone = torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
+            made: torch.Tensor = functional_call(template, weights, (codes, alone))
+            return made
+
+        images: torch.Tensor = torch.vmap(one)(state, latent)
+        return images
+
+    def norms(self) -> list[nn.Module]:
+        return list(self._template[0].modules())
+
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "small": Generator,
+    "residual": ResidualGenerator,
+    "mmd-gan": MMDGenerator,
+}
+
+
+def refresh_batch_norm(network: nn.Module, draw: Callable[[], Any]) -> None:
+    """Takes batch norms' statistics afresh, as the plain mean over some batches that `draw` puts through `network`."""
+    network.train()
+    modules = network.norms() if isinstance(network, PerClass) else list(network.modules())
+    with torch.no_grad():
+        for number in range(REFRESHES):
+            for module in modules:
+                if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                    module.momentum = 1 / (number + 1)
+            draw()
+    network.eval()
+
+
+def _first_map(shape: Shape) -> tuple[int, tuple[int, int]]:
+    """How often a map is doubled, and its first size."""
+    _, height, width = shape
+    doublings = max(1, math.ceil(math.log2(max(height, width) / ACROSS)))
+    return doublings, (math.ceil(height / 2**doublings), math.ceil(width / 2**doublings))
+
+
+def _doubled(maps: torch.Tensor) -> torch.Tensor:
+    """Each pixel four times. Repeating by shape: quick forward and backward, on a GPU too."""
+    count, channels, height, width = maps.shape
+    wide = maps[:, :, :, None, :, None].expand(count, channels, height, 2, width, 2)
+    return wide.reshape(count, channels, 2 * height, 2 * width)
 
 
 def _blur(size: int) -> torch.Tensor:
@@ -69,3 +205,11 @@ def _blur(size: int) -> torch.Tensor:
     side = torch.ones(size - 1) / 2
     matrix = torch.eye(size) + torch.diag(side, 1) + torch.diag(side, -1)
     return matrix / matrix.sum(1, keepdim=True)
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _full(name: str) -> str:
+    return name.replace("/", ".")

@@ -16,6 +16,7 @@ from sfumato.methods.dp_kernel import KernelGenerator, Vectors, published_loss, 
 
 QUICK: dict[str, Any] = {
     "steps": 2,
+    "paths": 2,
     "features": 20,
     "batch_size": 40,
     "width": 8,
