@@ -293,7 +293,7 @@ class Training:
     def _descend(self, loss: torch.Tensor) -> None:
         gradients = torch.autograd.grad(loss, self._parameters)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient.contiguous()
         self._optimizer.step()
         torch._foreach_lerp_(list(self._average.parameters()), self._parameters, 1 - self._method.ema)
 

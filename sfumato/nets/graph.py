@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol, Self
 
 import torch
@@ -32,15 +33,31 @@ class Graph:
 
     def __call__(self, bundle: Bundle, *tensors: torch.Tensor) -> torch.Tensor | None:
         inputs = [*bundle.tensors(), *tensors]
-        if inputs[0].device.type == "cuda" and self._calls >= WARM_UP:
-            if self._graph is None:
-                self._inputs = [tensor.clone() for tensor in inputs]
-                depth = len(bundle.tensors())
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    self._result = self._function(bundle.like(self._inputs[:depth]), *self._inputs[depth:])
-            torch._foreach_copy_(self._inputs, inputs)
-            self._graph.replay()
-            return self._result
+        if inputs[0].device.type != "cuda":
+            return self._function(bundle, *tensors)
+        if self._calls < WARM_UP:
+            return self._warm_up(bundle, *tensors)
+        if self._graph is None:
+            self._inputs = [tensor.clone() for tensor in inputs]
+            depth = len(bundle.tensors())
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=_stream()):
+                self._result = self._function(bundle.like(self._inputs[:depth]), *self._inputs[depth:])
+        torch._foreach_copy_(self._inputs, inputs)
+        self._graph.replay()
+        return self._result
+
+    def _warm_up(self, bundle: Bundle, *tensors: torch.Tensor) -> torch.Tensor | None:
+        """On the stream of the capture: what derivatives leave behind on another stream cannot be captured with."""
         self._calls += 1
-        return self._function(bundle, *tensors)
+        here, stream = torch.cuda.current_stream(), _stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            result = self._function(bundle, *tensors)
+        here.wait_stream(stream)
+        return result
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()

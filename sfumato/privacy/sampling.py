@@ -22,3 +22,8 @@ def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tenso
     if not each.shape and each == 1:
         return torch.arange(records)
     return torch.from_numpy((host_generator().random(records) < each).nonzero()[0])
+
+
+def shuffled(index: torch.Tensor) -> torch.Tensor:
+    """The same indices in a fresh random order. Guarantee: uniform over all orders, as far as 128 bits go."""
+    return index[torch.from_numpy(host_generator().permutation(len(index)))]

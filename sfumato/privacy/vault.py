@@ -36,7 +36,7 @@ from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.sampling import poisson_sample
+from sfumato.privacy.sampling import poisson_sample, shuffled
 
 Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to a row for each
 
@@ -44,6 +44,8 @@ CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise at anot
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
 PROBES = 6  # public images on which a feature map is tried
 MARGIN = 1e-2  # relative, between an image's row alone and in company: a mistake shows, rounding does not
+REPEAT_MARGIN = 1e-5  # relative, between a row and the same row again
+SIZES = 7  # of batches in turn
 BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
@@ -169,14 +171,14 @@ class Vault:
         """
         shape = self._row_shape(transform)
         home = self._images.device
-        parts = [torch.zeros(0, *shape, device=home)]
-        for _, rows in self._rows(transform, torch.arange(self._size)):
+        kept = torch.zeros(self._size, *shape, device=home)
+        for index, rows in self._rows(transform, torch.arange(self._size)):
             if rows.shape[1:] != shape:
                 raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
-            parts.append(rows.float().to(home))
+            kept[index.to(home)] = rows.float().to(home)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._widths = torch.cat(parts), {}
+        mapped._images, mapped._widths = kept, {}
         return mapped
 
     def remaining(self, release: str) -> int:
@@ -360,13 +362,14 @@ class Vault:
 
         Guarantee: no private record is read.
         """
-        images = self._probes()
-        labels = torch.arange(PROBES, device=self.device) % len(self.classes) if with_labels else None
+        images, count = self._probes(), self._tried
+        labels = torch.arange(count, device=self.device) % len(self.classes) if with_labels else None
         try:
-            one, again = (self._apply(feature, images, labels, next(self._turns)) for _ in range(2))
-            filled = [_filled(t, max(PROBES, self._batch_size)) for t in (images, labels) if t is not None]
+            turn = next(self._turns)
+            one, same, again = (self._apply(feature, images, labels, t) for t in (turn, turn, next(self._turns)))
+            filled = [_filled(t, max(count, self._batch_size)) for t in (images, labels) if t is not None]
             with torch.no_grad():
-                together = feature(*filled).detach()[:PROBES]
+                together = feature(*filled).detach()[:count]
         except RuntimeError as error:
             raise ValueError(
                 "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
@@ -376,11 +379,16 @@ class Vault:
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
         if not one.shape == again.shape == together.shape:
             raise ValueError(
-                f"a feature map must give one row per image, got {tuple(together.shape)} for {PROBES} images"
+                f"a feature map must give one row per image, got {tuple(together.shape)} for {count} images"
             )
-        margin = MARGIN * float(one.double().abs().max())
+        largest = float(one.double().abs().max())
+        if not torch.allclose(one.double(), same.double(), 0.0, REPEAT_MARGIN * largest):
+            raise ValueError(
+                "this feature map gives another row when it is asked again: it counts its calls, or a network in it is "
+                "in training mode. How often it is called depends on how many images there are, so that must not show"
+            )
         for other in (again, together):
-            if not torch.allclose(one.double(), other.double(), MARGIN, margin):
+            if not torch.allclose(one.double(), other.double(), MARGIN, MARGIN * largest):
                 raise ValueError(
                     "this feature map mixes the images of a batch, or remembers others: alone, an image has another "
                     "row. Rows are computed one by one here, so that one image's influence is bounded"
@@ -393,9 +401,14 @@ class Vault:
     def _size(self) -> int:
         return len(self._images)
 
+    @property
+    def _tried(self) -> int:
+        """How many public images a feature is tried on: one of each class at least."""
+        return max(PROBES, len(self.classes))
+
     def _probes(self) -> torch.Tensor:
         """Public images that look like noise. Guarantee: fixed numbers (multiples of the golden ratio), no record."""
-        shape = (PROBES, *self._images.shape[1:])
+        shape = (self._tried, *self._images.shape[1:])
         spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
         return (spread.reshape(shape) * 2 - 1).float().to(self.device)
 
@@ -417,18 +430,22 @@ class Vault:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batch by batch the indices of the chosen records and their rows, one for each, cut off from derivatives.
 
-        Guarantee: what a feature says when it fails is not passed on: it could hold pixels.
+        Guarantee: what a feature says when it fails is not passed on: it could hold pixels. Records come in a fresh
+        random order. So if a device rounds by place in a batch, one record more still moves only one other record: a
+        random order of n + 1 is one of n with the new record at a random place and whoever stood there at the end.
         """
-        turn = next(self._turns)
-        for number, index in enumerate(self._batches(chosen)):
+        turn, failure = next(self._turns), ""
+        for number, index in enumerate(self._batches(shuffled(chosen))):
             labels = self._labels_of(index) if with_labels else None
             try:
                 rows = self._apply(feature, self._batch(index), labels, turn, number)
             except Exception as error:
+                failure = type(error).__name__
+            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
                 raise RuntimeError(
-                    f"the feature map failed on private images with a {type(error).__name__}; what it said is not "
-                    "shown, as it could hold pixels. It worked on public ones: does it depend on the values?"
-                ) from None
+                    f"the feature map failed on private images with a {failure}; what it said is not shown, as it "
+                    "could hold pixels. It worked on public ones: does it depend on the values?"
+                )
             yield index, rows
 
     def _apply(
@@ -438,8 +455,9 @@ class Vault:
 
         Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
         is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
-        that depend on pixels are errors. So is a tensor that it kept from the call before, since batches are filled up
-        with blank images to sizes that change from call to call. (What it hides from PyTorch, it can mix.)
+        that depend on pixels are errors. So is a tensor that it kept from the call before, whether it computes with it
+        or returns it, since batches are filled up with blank images to sizes that change from call to call. (What it
+        hides from PyTorch, it can mix; and how often it is called tells how many images there are, to the batch.)
 
         Sizes do not depend on the records, so that these do not change the shapes that the device computes with, nor
         the way it rounds, except as far as it rounds by place: the margin is for that.
@@ -451,10 +469,12 @@ class Vault:
                 raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
             return row[0].detach()
 
-        size = max(self._batch_size, PROBES) + 3 * (turn % 2) + number % 3
+        size = max(self._batch_size, self._tried) + 3 * (turn % SIZES) + number % 3
         inputs = [_filled(tensor, size) for tensor in (images, labels) if tensor is not None]
         with torch.no_grad():
             rows = torch.vmap(alone, randomness="error")(*inputs).detach()
+        if len(rows) != size:
+            raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
         return rows[: len(images)]
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
