@@ -95,13 +95,16 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def save_encoder(path: Path, state: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights of our own, and what they are: matrices and filters in half precision, the rest as it is."""
-    kept = {
-        name: (value.half() if value.ndim > 1 else value).detach().cpu().contiguous() for name, value in state.items()
-    }
+    """Write weights of our own, in half precision, and what they are."""
+    kept = {name: value.detach().cpu().contiguous() for name, value in half(state).items()}
     metadata = {"format": FORMAT, "tensors_sha256": _digest(kept), **{k: json.dumps(v) for k, v in about.items()}}
     with replacing(path, overwrite=True) as temporary:
         save_file(kept, temporary, metadata)
+
+
+def half(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices and filters in half precision; biases and statistics, few and of any size, as they are."""
+    return {name: value.half() if value.ndim > 1 else value for name, value in state.items()}
 
 
 def read_about(path: Path) -> dict[str, Any]:
