@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.data import DataError
+from sfumato.data import DataError, ImageSet
 from sfumato.encoders import PERCEPTUAL, Encoder, Perceptual, PerceptualCard, load_perceptual, save_perceptual
 from sfumato.encoders import perceptual as module
 from sfumato.encoders.perceptual import NETWORKS, PUBLISHED, activations
 from sfumato.encoders.resnet import small
 from sfumato.encoders.weights import Weights, find_weights, sha256_of
+from sfumato.privacy import Budget, Release, Vault
 
 CARD = PerceptualCard(
     "mine", "small", "random numbers", "Apache-2.0", (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), {"accuracy": 10.5}
@@ -256,3 +258,17 @@ def test_shipped_files_are_whole() -> None:
             assert loaded.card.name == name
             with torch.no_grad():
                 assert all(values.isfinite().all() for values in loaded(torch.zeros(1, 1, 28, 28)))
+
+
+def test_the_vault_sums_activations(few_digits: ImageSet) -> None:
+    """The use that these networks are for: rows of unit norm, computed behind the door."""
+    perceptual = Perceptual(CARD, seeded("small"))
+
+    def feature(images: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.cat([values.flatten(1) for values in perceptual(images)], 1))
+
+    vault = Vault(few_digits, Budget(math.inf), [Release("x", noise_multiplier=0.0)], secure=False, batch_size=16)
+    found = vault.sum(feature, release="x", bound=1.0)
+    with torch.no_grad():
+        expected = feature(few_digits.images / 127.5 - 1).sum(0)
+    torch.testing.assert_close(found.float().flatten(), expected, atol=1e-4, rtol=1e-3)
