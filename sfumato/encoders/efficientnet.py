@@ -3,6 +3,7 @@
 Tan and Le 2019 ("EfficientNet"); the Lite form (Google, 2020) leaves out squeeze-and-excitation and has ReLU6 for
 swish. Names and shapes are those of the weight file, converted from Google's checkpoint; 4,652,008 parameters. Padding
 is TensorFlow's "same": with stride 2 and an even size, one more row below and to the right than above and to the left.
+Images of any size can be looked at for their activations; features and logits are for those of 224 pixels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .layers import Keep, fold, forget
 from .weights import Weights
 
 DIMENSION = 1280
@@ -33,17 +35,21 @@ STAGES = (
 
 
 class SameConv(nn.Conv2d):
-    """Convolution without bias, padded as TensorFlow's "same" for even sizes."""
+    """Convolution without bias, padded as TensorFlow's "same": a size of n becomes n / stride, rounded up."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
         # Symmetric padding is the convolution's own; asymmetric padding must come before it.
         padding = kernel // 2 if stride == 1 else 0
         super().__init__(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
-        before, after = (kernel - stride) // 2, (kernel - stride + 1) // 2
-        self.extra = (before, after, before, after) if stride > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if self.extra is None else functional.pad(x, self.extra))
+        if self.stride == (1, 1):
+            return super().forward(x)
+        rows, columns = (
+            kernel - (size % stride or stride)
+            for kernel, size, stride in zip(self.kernel_size, x.shape[2:], self.stride, strict=True)
+        )
+        return super().forward(functional.pad(x, (columns // 2, (columns + 1) // 2, rows // 2, (rows + 1) // 2)))
 
 
 def _norm(width: int) -> nn.Module:
@@ -66,9 +72,13 @@ class Block(nn.Module):
         self._project_conv = SameConv(width, outputs, 1)
         self._bn2 = _norm(outputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = functional.relu6(self._bn0(self._expand_conv(x)), inplace=True) if self.expands else x
+    def forward(self, x: torch.Tensor, keep: Keep = forget) -> torch.Tensor:
+        wide = x
+        if self.expands:
+            wide = functional.relu6(self._bn0(self._expand_conv(x)), inplace=True)
+            keep(wide)
         wide = functional.relu6(self._bn1(self._depthwise_conv(wide)), inplace=True)
+        keep(wide)
         y: torch.Tensor = self._bn2(self._project_conv(wide))
         return y + x if self.adds else y
 
@@ -90,19 +100,24 @@ class EfficientNetLite0(nn.Module):
         self._bn1 = _norm(DIMENSION)
         self._fc = nn.Linear(DIMENSION, CLASSES)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def trunk(self, x: torch.Tensor, keep: Keep = forget) -> torch.Tensor:
+        """The last activation; `keep` is handed the outcome of every ReLU6."""
         x = functional.relu6(self._bn0(self._conv_stem(x)), inplace=True)
-        x = functional.relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
-        features = x.mean((2, 3))
+        keep(x)
+        for block in self._blocks:
+            x = block(x, keep)
+        x = functional.relu6(self._bn1(self._conv_head(x)), inplace=True)
+        keep(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.trunk(x).mean((2, 3))
         return features, self._fc(features)
 
     def fold(self) -> None:
         """Put every batch norm into its convolution; afterwards the network is for inference only."""
-        pairs = {"_conv_stem": "_bn0", "_conv_head": "_bn1"}
-        pairs_of_block = {"_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"}
-        for owner in (self, *self._blocks):
-            for convolution, norm in (pairs if owner is self else pairs_of_block).items():
-                if isinstance(getattr(owner, norm, None), nn.BatchNorm2d):
-                    fused = nn.utils.fuse_conv_bn_eval(getattr(owner, convolution), getattr(owner, norm))
-                    setattr(owner, convolution, fused)
-                    setattr(owner, norm, nn.Identity())
+        fold(self, "_conv_stem", "_bn0")
+        fold(self, "_conv_head", "_bn1")
+        for block in self._blocks:
+            for convolution, norm in (("_expand_conv", "_bn0"), ("_depthwise_conv", "_bn1"), ("_project_conv", "_bn2")):
+                fold(block, convolution, norm)

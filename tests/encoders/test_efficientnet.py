@@ -36,6 +36,16 @@ def test_same_output_as_the_reference_package(effnet: Encoder) -> None:
             torch.testing.assert_close(found_logits, logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("size", [(28, 28), (32, 64), (45, 30)])
+def test_small_images_and_odd_sizes_as_in_the_reference_package(effnet: Encoder, size: tuple[int, int]) -> None:
+    reference_package = pytest.importorskip("efficientnet_lite_pytorch", reason="the reference is not installed")
+    reference = reference_package.EfficientNet.from_name("efficientnet-lite0", image_size=size).eval()
+    reference.load_state_dict(torch.load(find_weights(WEIGHTS), weights_only=True))
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(effnet.network.trunk(x), reference.extract_features(x), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(("file", "expected"), [("china.jpg", PALACE), ("flower.jpg", DAISY)])
 def test_recognises_a_photograph(effnet: Encoder, file: str, expected: int) -> None:
     """Weights, resizing and normalisation together: scikit-learn's two photographs."""
