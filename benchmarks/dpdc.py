@@ -20,28 +20,19 @@ are found by name.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
-import os
-import platform
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import torch
+from running import DATA, Job, Row, arguments, carry_out, known, load
 
 import sfumato as sf
-from sfumato.data import ImageSet, contact_sheet
+from sfumato.data import contact_sheet
 from sfumato.evaluate import downstream_accuracy
 from sfumato.evaluate.classifiers import Recipe
 
-DATA = ("mnist", "fashion-mnist", "cifar10", "celeba", "mednist")
 FLIPPED = ("fashion-mnist", "cifar10", "celeba")
 OTHERS = ("mlp", "lenet", "alexnet", "vgg11", "resnet18")
 PAPER_LINEAR = {"group_size": 50, "noise_multiplier": 1.0, "epsilon": 100.0}
@@ -63,9 +54,6 @@ ABLATIONS: dict[str, list[dict[str, Any]]] = {
     "images_per_class": [{"images_per_class": count} for count in (10, 50, 100, 200)],
 }
 MIDDLE = {"noise_multiplier": 1.0, "group_size": 100, "epsilon": 1000.0}
-
-Job = dict[str, Any]
-Row = dict[str, Any]
 
 
 def jobs(tables: Iterable[str], seeds: int, epochs: int, fewer: int) -> list[Job]:
@@ -91,12 +79,12 @@ def jobs(tables: Iterable[str], seeds: int, epochs: int, fewer: int) -> list[Job
         for name, settings in ABLATIONS.items():
             for setting in settings:
                 add(f"ablation {name}", "ndpdc", DATA[:3], {**MIDDLE, **setting}, {"convnet": fewer}, 1)
-    if "across" in tables:
-        for method in ("ndpdc", "ldpdc"):
-            add("across", method, DATA, {"epsilon": 1.0}, dict.fromkeys(OTHERS, fewer), seeds)
     if "baseline" in tables:
         add("baseline", "dpmix", DATA, {"epsilon": 1.0, "group_size": 50}, {"convnet": fewer}, seeds)
         add("baseline", "dm", DATA, {"iterations": 1000}, {"convnet": fewer}, seeds)
+    if "across" in tables:
+        for method in ("ndpdc", "ldpdc"):
+            add("across", method, DATA, {"epsilon": 1.0}, dict.fromkeys(OTHERS, fewer), seeds)
     if "core" in tables:
         add("core", "ldpdc", ["mnist"], {"epsilon": 1.0}, {"small_cnn": fewer}, seeds)
         small = {"epsilon": 1.0, "width": 32, "iterations": 200}
@@ -104,11 +92,6 @@ def jobs(tables: Iterable[str], seeds: int, epochs: int, fewer: int) -> list[Job
     if "paper" in tables:
         add("paper", "ndpdc", DATA, PAPER_NONLINEAR, {"convnet": fewer}, seeds)
     return found
-
-
-def load(name: str, folder: Path) -> tuple[ImageSet, ImageSet]:
-    source = str(folder / f"{name}.npz") if (folder / f"{name}.npz").exists() else name
-    return sf.load_images(source), sf.load_images(source, split="test")
 
 
 def run(job: Job, options: argparse.Namespace) -> list[Row]:
@@ -143,34 +126,9 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def work(waiting: Any, done: Any, options: argparse.Namespace, deadline: float) -> None:
-    torch.set_num_threads(1)
-    try:
-        while (job := waiting.get()) is not None and time.time() < deadline:
-            done.put(run(job, options))
-    finally:
-        done.put(None)
-
-
 def group(row: Row) -> str:
     params = ", ".join(f"{key}={value}" for key, value in sorted(row["params"].items()) if key != "flip")
     return " | ".join([row["table"], row["method"], row["data"], params, row["classifier"], f"{row['epochs']} epochs"])
-
-
-def summary(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Mean and standard deviation over seeds."""
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[group(row)].append(row)
-    return {
-        name: {
-            "mean": round(statistics.fmean(row["accuracy"] for row in some), 2),
-            "sd": round(statistics.stdev([row["accuracy"] for row in some]), 2) if len(some) > 1 else None,
-            "seeds": len(some),
-            "certified": some[0]["certified"],
-        }
-        for name, some in sorted(groups.items())
-    }
 
 
 def plot(rows: list[Row], target: Path) -> None:
@@ -179,6 +137,7 @@ def plot(rows: list[Row], target: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     titles = {"noise_multiplier": "σ", "group_size": "L", "iterations": "I", "images_per_class": "M"}
     figure, axes = pyplot.subplots(2, 4, figsize=(13, 5.5), sharex="col")
@@ -190,7 +149,13 @@ def plot(rows: list[Row], target: Path) -> None:
                 places, accuracies, epsilons = zip(*points, strict=True)
                 upper.plot(places, accuracies, marker="o", label=data)
                 lower.plot(places, epsilons, marker="o", label=data)
-        lower.set(xlabel=title, xscale="log", yscale="log")
+        ticks = [setting[name] for setting in ABLATIONS[name]]
+        upper.set(ylim=(40, 100))
+        lower.set(xlabel=title, xscale="log", yscale="log", ylim=(0.3, 8), xticks=ticks, yticks=[0.5, 1, 2, 5])
+        for axis, places in ((lower.xaxis, ticks), (lower.yaxis, [0.5, 1, 2, 5])):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
+            axis.set_ticks(places)
     axes[0, 0].set_ylabel("accuracy, %")
     axes[1, 0].set_ylabel("ε at δ = 1e-5")
     axes[0, 0].legend(frameon=False)
@@ -199,20 +164,13 @@ def plot(rows: list[Row], target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tables", nargs="+", default=["budget", "across", "baseline", "ablation", "paper"])
-    parser.add_argument("--folder", type=Path, default=Path())
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1000, help="of the ConvNet at epsilon 1")
     parser.add_argument("--fewer", type=int, default=300, help="of all other classifiers")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job after that")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--pictures", type=Path)
     options = parser.parse_args()
-    rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    rows = known(options.json)
     have = {(group(row), row["seed"]) for row in rows}
     todo = []
     for job in jobs(options.tables, options.seeds, options.epochs, options.fewer):
@@ -223,26 +181,7 @@ def main() -> None:
         }
         if missing:
             todo.append({**job, "epochs": missing})
-    if options.pictures:
-        options.pictures.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    waiting, done = context.Queue(), context.Queue()
-    workers = min(options.workers, len(todo))
-    for job in [*todo, *[None] * workers]:
-        waiting.put(job)
-    deadline = time.time() + options.seconds
-    for _ in range(workers):
-        context.Process(target=work, args=(waiting, done, options, deadline), daemon=True).start()
-    while workers:
-        made = done.get()
-        if made is None:
-            workers -= 1
-            continue
-        rows += made
-        print("\n".join(json.dumps(row) for row in made), flush=True)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, CPU"
-        content = {"command": "python benchmarks/dpdc.py (see its docstring)", "device": device}
-        options.json.write_text(json.dumps({**content, "summary": summary(rows), "rows": rows}, indent=1) + "\n")
+    rows = carry_out(todo, rows, run, group, options)
     if options.plot:
         plot(rows, options.plot)
 

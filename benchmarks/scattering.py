@@ -2,8 +2,8 @@
 
     python benchmarks/scattering.py --images 500 --size 28 --json benchmarks/results/scattering.json
 
-Rounds alternate; a figure is the mean over them, and the ratio of the two is what counts. On a GPU ours is also timed as
-a CUDA graph, as `dp-kernel` runs it.
+Rounds alternate; a figure is the mean over them, and the ratio of the two is what counts. On a GPU ours is also timed
+as a CUDA graph, as `dp-kernel` runs it.
 """
 
 from __future__ import annotations

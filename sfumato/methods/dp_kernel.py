@@ -70,13 +70,14 @@ class KernelGenerator(GeneratorMethod):
     key: ClassVar[str] = "dp-kernel"
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows a noisy kernel mean of scattering coefficients"
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share"})
 
     form: str = "pathwise"
     variant: str = "conditional"
-    paths: int = 100
-    steps: int = 3000
-    sampling_prob: float = 0.2
-    features: int = 1000
+    paths: int = 10
+    steps: int = 2000
+    sampling_prob: float = 1.0
+    features: int = 2000
     pixels: tuple[float, float] = (0.2, 0.8)
     scattering: tuple[float, float] = (0.3, 1.0)
     scattering_share: float = 0.5
@@ -229,9 +230,12 @@ class Training:
         self.vectors = Vectors(public.shape).to(generator.device)
         self.network, self._average = method._network(public), method._network(public).requires_grad_(False)
         self._average.load_state_dict(self.network.state_dict())
-        self._parameters = list(self.network.parameters())
-        self._rate = torch.zeros((), device=generator.device)
         graphs = generator.device.type == "cuda"
+        if graphs and not method._per_class:
+            for network in (self.network, self._average):
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._parameters: list[torch.Tensor] = list(self.network.parameters())
+        self._rate = torch.zeros((), device=generator.device)
         self._optimizer = torch.optim.Adam(
             self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
         )
@@ -247,10 +251,12 @@ class Training:
     def images(self, latent: torch.Tensor | None = None, network: nn.Module | None = None) -> torch.Tensor:
         """A batch, class by class."""
         network, latent = network or self.network, self.latent() if latent is None else latent
-        if isinstance(network, PerClass):
-            return network.together(self.by_class(latent)).flatten(0, 1)
-        made: torch.Tensor = network(latent, self._labels)
-        return made
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.generator.device.type == "cuda"):
+            if isinstance(network, PerClass):
+                made = network.together(self.by_class(latent)).flatten(0, 1)
+            else:
+                made = network(latent, self._labels)
+        return made.float()
 
     def by_class(self, rows: torch.Tensor) -> torch.Tensor:
         """[classes, images, …]"""
@@ -293,7 +299,8 @@ class Training:
     def _descend(self, loss: torch.Tensor) -> None:
         gradients = torch.autograd.grad(loss, self._parameters)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient.contiguous()
+            alike = gradient.stride() == parameter.stride()  # the fused optimizer asks for that
+            parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
         self._optimizer.step()
         torch._foreach_lerp_(list(self._average.parameters()), self._parameters, 1 - self._method.ema)
 

@@ -18,7 +18,15 @@ from sfumato.privacy.mechanisms import add_gaussian
 
 QUICK: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 100, "steps": 3, "batch_size": 20, "device": "cpu"},
-    "dp-kernel": {"steps": 2, "paths": 2, "features": 20, "batch_size": 40, "width": 8, "sampling_prob": 0.5, "device": "cpu"},
+    "dp-kernel": {
+        "steps": 2,
+        "paths": 2,
+        "features": 20,
+        "batch_size": 40,
+        "width": 8,
+        "sampling_prob": 0.5,
+        "device": "cpu",
+    },
     "ldpdc": {"images_per_class": 8, "sampling_prob": 0.5, "device": "cpu"},
     "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5, "device": "cpu"},
     "dpmix": {"images_per_class": 10, "sampling_prob": 0.5, "device": "cpu"},
