@@ -4,8 +4,8 @@
 
 FOLDER is a clone of github.com/dihjiang/DP-kernel, run as it is: only its reading of data is replaced (by one that has
 the images ready as tensors, which spares it decoding and resizing). Both: MNIST at 32 pixels, batches of 60, five
-Gaussian kernels on pixels, the paper's generator. Theirs leaks; ours is timed in the sound form, whole fits with all releases,
-and in the published one. Runs alternate. The last entry is our default at 28 pixels.
+Gaussian kernels on pixels, the paper's generator. Theirs leaks; ours is timed in the sound form, whole fits with all
+releases, and in the published one. Runs alternate. The last entry is our default at 28 pixels.
 """
 
 from __future__ import annotations

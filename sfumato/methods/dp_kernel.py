@@ -251,11 +251,10 @@ class Training:
     def images(self, latent: torch.Tensor | None = None, network: nn.Module | None = None) -> torch.Tensor:
         """A batch, class by class."""
         network, latent = network or self.network, self.latent() if latent is None else latent
+        if isinstance(network, PerClass):
+            return network.together(self.by_class(latent)).flatten(0, 1)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.generator.device.type == "cuda"):
-            if isinstance(network, PerClass):
-                made = network.together(self.by_class(latent)).flatten(0, 1)
-            else:
-                made = network(latent, self._labels)
+            made: torch.Tensor = network(latent, self._labels)
         return made.float()
 
     def by_class(self, rows: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,7 @@ GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1
 class LinearCondenser(PrivateCondenser):
     """LDPDC: each synthetic image is a noisy sum of real ones over the expected number of them.
 
-    images_per_class: the paper's M. contrast: a factor for all pixels before they are cut off at black and white; below
-    1 more of the noise survives the cut, which colour images need.
+    images_per_class: the paper's M.
     """
 
     key: ClassVar[str] = "ldpdc"
@@ -47,7 +46,6 @@ class LinearCondenser(PrivateCondenser):
     summary: ClassVar[str] = "a few noisy averages of images per class"
 
     sampling_prob: float = 0.008
-    contrast: float = 1.0
 
     def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
         return self.images_per_class
@@ -61,7 +59,7 @@ class LinearCondenser(PrivateCondenser):
             )
             for _ in track(self.images_per_class, "averages")
         ]
-        images = self.contrast * torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
+        images = torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
 
