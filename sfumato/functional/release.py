@@ -34,6 +34,7 @@ import torch
 from sfumato.functional.kernels import Gaussian, Spectrum
 
 Representation = Callable[[torch.Tensor], torch.Tensor]  # images to vectors, one by one
+Block = tuple[Representation, torch.Tensor, float]  # of frequencies [count, dimension], and what scales their features
 
 RANK = 1e-6  # eigenvalues of a Gram matrix below this share of the largest are none: those functionals are dependent
 
@@ -56,7 +57,7 @@ class Frequencies:
 
     def __init__(self, parts: list[Part], count: int, like: torch.Tensor, generator: torch.Generator) -> None:
         total = sum(part.weight for part in parts)
-        self._blocks: list[tuple[Representation, torch.Tensor, float]] = []
+        self._blocks: list[Block] = []
         for part in parts:
             share = part.weight / total
             number = max(1, round(count * share))
@@ -64,14 +65,39 @@ class Frequencies:
             drawn = part.kernel.frequencies(number, dimension, generator)
             self._blocks.append((part.representation, drawn, math.sqrt(share / number)))
 
+    def drawn(self, count: int, generator: torch.Generator, means: torch.Tensor) -> tuple[Frequencies, torch.Tensor]:
+        """Some `count` of the frequencies, at random, as features of norm 1; and `means` [N, features] in these."""
+        total = sum(len(frequencies) for _, frequencies, _ in self._blocks)
+        blocks: list[Block] = []
+        chosen: list[torch.Tensor] = []
+        start = 0
+        for representation, frequencies, scale in self._blocks:
+            number = len(frequencies)
+            some = max(1, round(count * number / total))
+            picked = torch.randint(number, (some,), generator=generator, device=generator.device)
+            larger = math.sqrt(number / some)
+            blocks.append((representation, frequencies[picked], scale * larger))
+            chosen.append(means[:, torch.cat([start + picked, start + number + picked])] * larger)
+            start += 2 * number
+        return Frequencies._of(blocks), torch.cat(chosen, 1)
+
+    @staticmethod
+    def beside(several: Sequence[Frequencies]) -> Frequencies:
+        """phi of each, one after the other: the norm is the root of their number."""
+        return Frequencies._of([block for features in several for block in features._blocks])
+
     def tensors(self) -> list[torch.Tensor]:
         return [frequencies for _, frequencies, _ in self._blocks]
 
     def like(self, tensors: Sequence[torch.Tensor]) -> Frequencies:
         """The same features with these frequencies."""
-        other = object.__new__(Frequencies)
-        other._blocks = [(block[0], new, block[2]) for block, new in zip(self._blocks, tensors, strict=True)]
-        return other
+        return Frequencies._of([(block[0], new, block[2]) for block, new in zip(self._blocks, tensors, strict=True)])
+
+    @classmethod
+    def _of(cls, blocks: list[Block]) -> Frequencies:
+        made = object.__new__(cls)
+        made._blocks = blocks
+        return made
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """phi, [N, features]."""

@@ -4,14 +4,16 @@ The idea: the mean of k(x, .) over a class is a function that says how like the 
 noise of a Gaussian process, and let a generator climb it while its images keep apart: that minimises the kernel
 distance (MMD) to the private images.
 
-Released, at each step: for random frequencies that are drawn afresh, the noisy class sums of random Fourier features
-over a Poisson sample; that is a whole noisy path of the function (`functional/release.py` has the proof), so that its
-derivatives are post-processing. Noisy class counts unless sizes are declared.
+Released: the noisy class sums of random Fourier features, once for each of a few `paths`; such a sum is a whole noisy
+path of the function (`functional/release.py` has the proof), so that its derivatives are post-processing, and so is
+every step of the training. Noisy class counts unless sizes are declared.
 Public: image shape, class names; frequencies and initial weights, from the user's seed.
-Events: Gaussian sums over Poisson samples with probability q, composed by PLD; classes are blocks of one vector.
+Events: Gaussian sums over all the images (or Poisson samples of them); classes are blocks of one vector.
 
-What is ours: the kernel, on wavelet scattering coefficients beside pixels; and rows that are differences from the
-generated images' mean, which is public: for kernels as broad as these, most of a row is what all images have in common.
+What is ours: the kernels. Frequencies look through windows, so that parts of images are learned from all that share
+them. The first path is on pixels and wavelet scattering coefficients. Each later one is on the features of a network
+that is taught, without any private image, to tell the classes of what the generator makes by then: what classifiers
+look at, the generator learns to get right. The generator follows all paths at once.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.encoders.scattering import Scattering
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
+from sfumato.nets.classifiers import small_cnn
 from sfumato.nets.generator import PerClass, refresh_batch_norm
 from sfumato.nets.graph import Graph
 from sfumato.privacy import Release, Vault, calibrate
@@ -39,9 +42,9 @@ GROUP = 3  # scattering channels that are normalised together
 LARGEST_SIDE = 64
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
-RELEASED_BY = 0.6  # of the steps: all paths are there by then
-SEEDS = 1_000_003  # apart, in seeds of frequencies
-MEANS_BATCHES = 4
+CALMER = 0.7  # times the learning rate, from path to path
+LESSON_EPOCHS = 3  # how often a network sees the images that it is taught on
+TAUGHT_GROUP = 4  # taught maps that are normalised together
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
 VARIANTS = ("conditional", "parallel")
 FORMS = ("pathwise", "gp", "nystrom", "published")
@@ -57,14 +60,17 @@ LEAK = (
 class KernelGenerator(GeneratorMethod):
     """A generator that follows a noisy function, step by step.
 
-    form: `pathwise`, fresh random frequencies at each step; `gp`, exact derivatives at a few generated images of each
-    class (slow; the reference); `nystrom`, one release at public points; `published`, the paper's training, which is
-    not private: its certificate says so.
+    form: `pathwise`, a few noisy functions that are known everywhere; `gp`, exact derivatives at a few generated images
+    of each class, at each step (slow; the reference); `nystrom`, one release at public points; `published`, the paper's
+    training, which is not private: its certificate says so.
 
-    pixels, scattering: bandwidths of the Gaussian kernels on pixels and on scattering coefficients, both of norm one;
-    scattering_share: weight of the latter. (`gp` and `nystrom` take both as one vector, and the latter bandwidths.)
-    features: random frequencies in a step. sampling_prob, steps: q and the number of releases. bound: rows of the
-    pathwise form are clipped to it. batch_size, learning_rate, latent, hidden, width, ema: of the generator.
+    variant: one generator that knows all classes, or `parallel`, one for each. paths: releases of the pathwise form.
+    pixels, scattering, taught: bandwidths of the Gaussian kernels on pixels, on scattering coefficients and on taught
+    features, all of norm one (`gp` and `nystrom` take the first two as one vector, and the second's bandwidths).
+    scattering_share: part of the first path's frequencies. window: sizes of windows, in image sides. features: number
+    of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
+    network is taught on. steps: in all. sampling_prob: q.
+    network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-kernel"
@@ -74,19 +80,19 @@ class KernelGenerator(GeneratorMethod):
 
     form: str = "pathwise"
     variant: str = "conditional"
-    paths: int = 10
-    steps: int = 2000
+    paths: int = 3
+    steps: int = 4500
     sampling_prob: float = 1.0
-    features: int = 2000
+    features: int = 4000
+    features_per_step: int = 1000
     pixels: tuple[float, float] = (0.2, 0.8)
     scattering: tuple[float, float] = (0.3, 1.0)
+    taught: tuple[float, float] = (0.3, 1.0)
     scattering_share: float = 0.5
     window: tuple[float, float] = (0.05, 1.0)
-    bound: float = 0.8
-    batch_size: int = 500
-    learning_rate: float = 2e-3
-    network: str = "residual"
-    width: int = 64
+    lessons: int = 12_000
+    batch_size: int = 300
+    learning_rate: float = 5e-3
     ema: float = 0.99
 
     @property
@@ -117,7 +123,7 @@ class KernelGenerator(GeneratorMethod):
             )
         if self.form == "published":
             return []
-        times = {"pathwise": self.paths, "gp": self.steps, "nystrom": 1}[self.form]
+        times = {"pathwise": self._stages, "gp": self.steps, "nystrom": 1}[self.form]
         q = 1.0 if self.form == "nystrom" else self.sampling_prob
         weight = COUNTS_WEIGHT / (q * math.sqrt(times))
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
@@ -133,51 +139,47 @@ class KernelGenerator(GeneratorMethod):
             counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
             self.counts_ = counts.float().clamp_min(1)
             trains = {"pathwise": self._train_pathwise, "gp": self._train_exactly, "nystrom": self._train_once}
-            trains[self.form](vault.map(training.vectors), training)
+            trains[self.form](vault, training)
         self.generator_ = training.result()
 
     # -- the sound forms --------------------------------------------------------------------------------------
 
     def _train_pathwise(self, vault: Vault, training: Training) -> None:
-        """Paths are released one by one in the first part of the training, and followed again and again.
-
-        Rows are features less the generated images' mean in their class, which is public; what was released, put back
-        on that mean, is the private images' mean. Each step draws one of the paths that are there.
-        """
-        kept: list[torch.Tensor] = []
-        choice = torch.Generator().manual_seed(self.seed)
-        for step in track(self.steps, "generator"):
-            due = math.ceil(self.paths * (step + 1) / (RELEASED_BY * self.steps))
-            while len(kept) < min(due, self.paths):
-                kept.append(self._release(vault, training, len(kept)))
-            number = int(torch.randint(len(kept), (), generator=choice))
-            training.match(self._frequencies(training, number), kept[number], step)
-
-    def _release(self, vault: Vault, training: Training, number: int) -> torch.Tensor:
-        """Noisy mean features of each class on the frequencies of that number, [classes, features]."""
-        features = self._frequencies(training, number)
-        means = training.means(features)
-        rows = _differences(features, means)
-        sums = vault.sum(rows, release="sums", bound=self.bound, by_class=True, with_labels=True)
+        """Release a path, follow all there are; again, on features taught by what that made."""
         expected = (self.sampling_prob * self.counts_)[:, None]
-        return (sums / expected).float() + means
+        stages = self._stages
+        for step in track(self.steps, "generator"):
+            stage, place = divmod(step * stages, self.steps)
+            if stage == len(training.paths):
+                features = self._frequencies(training, stage)
+                sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
+                training.add(features, sums / expected)
+            training.follow(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
+
+    @property
+    def _stages(self) -> int:
+        return min(self.paths, self.steps)
 
     def _frequencies(self, training: Training, number: int) -> Frequencies:
-        """Those of the user's seed and of that number: drawn again rather than kept, as they are large."""
-        generator = torch.Generator(self.torch_device).manual_seed(self.seed * SEEDS + number)
-        vectors = training.vectors
-        scattering = Windowed(vectors.maps, self.scattering, self.window)
-        pixels = Windowed(training.shape, self.pixels, self.window, PIXEL_NORM, CORRELATION_LENGTH)
-        parts = [
-            Part(vectors.scattering, scattering, self.scattering_share),
-            Part(vectors.pixels, pixels, 1 - self.scattering_share),
-        ]
-        return Frequencies([part for part in parts if part.weight > 0], self.features, training.like, generator)
+        """Of a path: the first looks at pixels and scattering coefficients, others at what a network was taught."""
+        vectors, like = training.vectors, torch.zeros(1, *training.shape, device=self.torch_device)
+        if number > 0 and training.classes > 1:
+            taught = training.taught()
+            maps = taught.maps(like).shape[1:]
+            parts = [Part(taught, Windowed((maps[0], maps[1], maps[2]), self.taught, self.window))]
+        else:
+            scattering = Windowed(vectors.maps, self.scattering, self.window)
+            pixels = Windowed(training.shape, self.pixels, self.window, PIXEL_NORM, CORRELATION_LENGTH)
+            parts = [
+                Part(vectors.scattering, scattering, self.scattering_share),
+                Part(vectors.pixels, pixels, 1 - self.scattering_share),
+            ]
+        return Frequencies([part for part in parts if part.weight > 0], self.features, like, training.generator)
 
     def _train_exactly(self, vault: Vault, training: Training) -> None:
         """At each step the function's derivatives at some generated images, exact in their joint law."""
         kernel, classes = Gaussian(self.scattering), len(self.counts_)
-        expected = self.sampling_prob * self.counts_
+        vault, expected = vault.map(training.vectors), self.sampling_prob * self.counts_
         for step in track(self.steps, "generator"):
             made = training.vectors(training.images())
             near = training.by_class(made)[:, :NEAR]
@@ -193,7 +195,7 @@ class KernelGenerator(GeneratorMethod):
         with torch.no_grad():
             inducing = training.vectors(smooth_images(INDUCING, training.shape, training.generator))
         points = Points(kernel, inducing, derivatives=False)
-        released = vault.sum(points.rows, release="sums", bound=1.0, by_class=True)
+        released = vault.map(training.vectors).sum(points.rows, release="sums", bound=1.0, by_class=True)
         weights = torch.stack([points.interpolation(row) for row in released]).float() / self.counts_[:, None]
         for step in track(self.steps, "generator"):
             made = training.by_class(training.vectors(training.images()))
@@ -227,6 +229,8 @@ class Training:
 
     def __init__(self, method: KernelGenerator, public: PublicFacts, generator: torch.Generator) -> None:
         self.shape, self.generator, self._method = public.shape, generator, method
+        self.classes, self._each = len(public.classes), max(NEAR, method.batch_size // len(public.classes))
+        self._labels = torch.arange(self.classes, device=generator.device).repeat_interleave(self._each)
         self.vectors = Vectors(public.shape).to(generator.device)
         self.network, self._average = method._network(public), method._network(public).requires_grad_(False)
         self._average.load_state_dict(self.network.state_dict())
@@ -239,10 +243,7 @@ class Training:
         self._optimizer = torch.optim.Adam(
             self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
         )
-        self.classes, self._each = len(public.classes), max(NEAR, method.batch_size // len(public.classes))
-        self._labels = torch.arange(self.classes, device=generator.device).repeat_interleave(self._each)
-        self.like = torch.zeros(1, self.vectors.length, device=generator.device)
-        self._look, self._step = Graph(self._means), Graph(self._match)
+        self.paths: list[tuple[Frequencies, torch.Tensor]] = []
 
     def latent(self) -> torch.Tensor:
         size = (len(self._labels), self._method.latent)
@@ -261,39 +262,45 @@ class Training:
         """[classes, images, …]"""
         return rows.view(-1, self._each, *rows.shape[1:])
 
-    def means(self, features: Frequencies) -> torch.Tensor:
-        """Mean features of generated images, by class; over several batches, as these are public and cheap."""
-        found = [self._look(features, self.latent()) for _ in range(MEANS_BATCHES)]
-        return torch.stack([rows.clone() for rows in found if rows is not None]).mean(0)
+    def add(self, features: Frequencies, means: torch.Tensor) -> None:
+        """A path to follow from now on: noisy mean features of each class."""
+        self.paths.append((features, means.float()))
+        self._step = Graph(self._match)
 
-    def match(self, features: Frequencies, wanted: torch.Tensor, step: int) -> None:
-        """A step towards the mean features `wanted`, [classes, features]."""
-        self._schedule(step)
-        self._step(features, wanted, self.latent())
+    def follow(self, rate: float) -> None:
+        """A step along all paths, each by some of its frequencies."""
+        count = self._method.features_per_step
+        drawn = [features.drawn(count, self.generator, means) for features, means in self.paths]
+        look = Frequencies.beside([features for features, _ in drawn])
+        self._set(rate)
+        self._step(look, torch.cat([means for _, means in drawn], 1), self.latent())
 
     def descend(self, loss: torch.Tensor, step: int) -> None:
         """A step down any loss."""
-        self._schedule(step)
+        self._set(self._method.learning_rate * warm_cosine(step, self._method.steps))
         self._descend(loss)
+
+    def taught(self) -> Taught:
+        """A network that tells the classes of images of the generator's average."""
+        network = self.result()
+        with torch.no_grad():
+            batches = [self.images(network=network) for _ in range(math.ceil(self._method.lessons / len(self._labels)))]
+        return Taught(torch.cat(batches), self._labels.repeat(len(batches)), self.classes, self.generator)
 
     def result(self) -> nn.Module:
         """The average, with its batch norms' statistics taken afresh."""
         refresh_batch_norm(self._average, lambda: self.images(network=self._average))
         return self._average
 
-    def _means(self, features: Frequencies, latent: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self.by_class(features(self.vectors(self.images(latent)))).mean(1)
-
     def _match(self, features: Frequencies, wanted: torch.Tensor, latent: torch.Tensor) -> None:
-        """Down |wanted - mean|², summed over classes; features have norm 1, so that n / (n - 1) undoes its bias."""
-        made = self.by_class(features(self.vectors(self.images(latent)))).mean(1)
+        """Down |wanted - mean|², summed over classes; a path's features have norm 1, so n / (n - 1) undoes its bias."""
+        made = self.by_class(features(self.images(latent))).mean(1)
         self._descend((self._each / (self._each - 1) * made.square() - 2 * made * wanted).sum())
 
-    def _schedule(self, step: int) -> None:
-        self._rate.fill_(self._method.learning_rate * warm_cosine(step, self._method.steps))
+    def _set(self, rate: float) -> None:
+        self._rate.fill_(rate)
         if self._rate.device.type == "cpu":
-            self._optimizer.param_groups[0]["lr"] = float(self._rate)
+            self._optimizer.param_groups[0]["lr"] = rate
 
     def _descend(self, loss: torch.Tensor) -> None:
         gradients = torch.autograd.grad(loss, self._parameters)
@@ -302,6 +309,30 @@ class Training:
             parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
         self._optimizer.step()
         torch._foreach_lerp_(list(self._average.parameters()), self._parameters, 1 - self._method.ema)
+
+
+class Taught(nn.Module):
+    """What a small CNN sees after it has learned to tell public images apart: its last maps, as vectors of norm one."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, classes: int, generator: torch.Generator) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator, device=generator.device)))
+            network = small_cnn((images.shape[1], images.shape[2], images.shape[3]), classes).to(images.device)
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+        for _ in range(LESSON_EPOCHS):
+            order = torch.randperm(len(images), generator=generator, device=images.device)
+            for index in torch.split(order, 256):
+                optimizer.zero_grad()
+                functional.cross_entropy(network(images[index]), labels[index]).backward()
+                optimizer.step()
+        assert isinstance(network, nn.Sequential)
+        head = next(place for place, layer in enumerate(network) if isinstance(layer, nn.Flatten))
+        self.maps = network[:head].eval().requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps = self.maps(images)
+        return functional.group_norm(maps, maps.shape[1] // TAUGHT_GROUP).flatten(1) / math.sqrt(maps[0].numel())
 
 
 class Vectors(nn.Module):
@@ -317,20 +348,17 @@ class Vectors(nn.Module):
         self.transform = Scattering((size[0], size[1]))
         self.maps = (channels * self.transform.channels, size[0] // 4, size[1] // 4)
         self.groups = max(1, self.maps[0] // GROUP)
-        self.coefficients = math.prod(self.maps)
-        self.length = self.coefficients + math.prod(shape)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """[N, coefficients + pixels]."""
+        return torch.cat([self.scattering(images), self.pixels(images)], 1)
+
+    def scattering(self, images: torch.Tensor) -> torch.Tensor:
         maps = self.transform(images).flatten(1, 2)
-        normal = functional.group_norm(maps, self.groups).flatten(1) / math.sqrt(self.coefficients)
-        return torch.cat([normal, images.flatten(1) / math.sqrt(math.prod(images.shape[1:]))], 1)
+        return functional.group_norm(maps, self.groups).flatten(1) / math.sqrt(math.prod(self.maps))
 
-    def scattering(self, vectors: torch.Tensor) -> torch.Tensor:
-        return vectors[:, : self.coefficients]
-
-    def pixels(self, vectors: torch.Tensor) -> torch.Tensor:
-        return vectors[:, self.coefficients :]
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1) / math.sqrt(images[0].numel())
 
 
 def published_loss(
@@ -386,8 +414,3 @@ def _rows_by_class(points: list[Points]) -> Callable[[torch.Tensor, torch.Tensor
         return (every * functional.one_hot(labels, len(points))[..., None]).sum(1)
 
     return rows
-
-
-def _differences(features: Frequencies, means: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Features less the generated images' mean in their class."""
-    return lambda vectors, labels: features(vectors) - means[labels]

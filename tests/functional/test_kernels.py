@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sfumato.functional import Gaussian, Kernel, Matern
+from sfumato.functional import Gaussian, Kernel, Matern, Windowed
 
 KERNELS = [
     Gaussian((1.0,)),
@@ -48,3 +48,30 @@ def test_bad_parameters_are_refused() -> None:
         Gaussian((1.0, -1.0))
     with pytest.raises(ValueError, match="smoothness"):
         Matern((1.0,), smoothness=2.0)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.25])
+def test_windowed_frequencies_vary_as_the_public_model_says(correlation: float) -> None:
+    """Maps drawn from the model: w . x has a standard deviation of |x| / h, with h within its range."""
+    shape, norm = (2, 9, 11), 1.7
+    drawn = Windowed(shape, (0.5, 2.0), (0.1, 1.0), norm, correlation).frequencies(
+        60, 198, torch.Generator().manual_seed(0)
+    )
+    maps = torch.randn(4000, *shape, generator=torch.Generator().manual_seed(1))
+    if correlation:
+        for axis, size in ((2, 9), (3, 11)):
+            place = torch.arange(size)
+            root = torch.linalg.cholesky(torch.exp(-(place[:, None] - place).abs() / (correlation * 10)))
+            maps = (maps.movedim(axis, 3) @ root.T).movedim(3, axis)
+    deviation = (maps.flatten(1) * norm / math.sqrt(198) @ drawn.T).std(0)
+    assert deviation.min() > norm / 2.0 * 0.9
+    assert deviation.max() < norm / 0.5 * 1.1
+
+
+def test_windows_are_windows() -> None:
+    drawn = Windowed((1, 20, 20), (1.0, 1.0), (0.05, 0.05)).frequencies(30, 400, torch.Generator().manual_seed(0))
+    energy = drawn.view(30, 400).square()
+    largest = energy.sort(1, descending=True).values
+    assert (largest[:, :25].sum(1) / largest.sum(1)).min() > 0.8
+    with pytest.raises(ValueError, match="maps of shape"):
+        Windowed((1, 20, 20), (1.0, 1.0), (0.05, 0.05)).frequencies(3, 399, torch.Generator())

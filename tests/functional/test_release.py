@@ -123,3 +123,17 @@ def test_repeated_points_do_no_harm() -> None:
     values, _ = functional.coloured(torch.randn(functional.width, dtype=torch.float64))
     assert values[0].item() == pytest.approx(values[1].item(), abs=1e-3)
     assert math.isfinite(float(values.sum()))
+
+
+def test_some_of_the_frequencies_are_features_of_their_own() -> None:
+    """Drawn features are the same entries of phi, larger, so that their norm is 1 again."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(7, 5, generator=generator)
+    parts = [Part(lambda x: x[:, :2], Gaussian((1.0,)), 0.3), Part(lambda x: x, Gaussian((2.0,)), 0.7)]
+    features = Frequencies(parts, 100, images, generator)
+    some, entries = features.drawn(31, generator, features(images))
+    assert torch.allclose(some(images), entries, atol=1e-6)
+    assert torch.allclose(some(images).norm(dim=1), torch.ones(7), atol=1e-5)
+    both = Frequencies.beside([some, features])
+    assert torch.allclose(both(images), torch.cat([entries, features(images)], 1), atol=1e-6)
+    assert torch.equal(both.like(both.tensors())(images), both(images))
