@@ -3,9 +3,11 @@
     python benchmarks/dp_kernel.py --folder DATA --workers 6 --json benchmarks/results/dp_kernel.json --pictures DIR
 
 Tables: `budget` (the default at several epsilons, all data sets), `variants` (one generator per class; pixels only;
-global frequencies; the paper's generator), `published` (the paper's training, which is not private: its figures promise
-nothing). The protocol: fit through the vault with class sizes declared public, draw 60,000 images (or as many as there
-are private ones, if fewer), train classifiers on them, test once on the real test split. Each seed draws its own
+nothing taught; global frequencies; other generators), `published` (the paper's training, which is not private: its
+figures promise nothing), `core` (what two CPU cores do in minutes: `--tables core --device cpu --seeds 1`).
+
+The protocol: fit through the vault with class sizes declared public, draw 60,000 images (or as many as there are
+private ones, if fewer), train classifiers on them, test once on the real test split. Each seed draws its own
 frequencies, network and classifier; privacy noise is fresh anyway. Rows that the JSON file holds are not made again.
 
 DATA is a folder with mednist.npz and celeba.npz (10,000 faces by gender, 8,000 for training, 32 pixels); the other sets
@@ -27,12 +29,14 @@ from sfumato.evaluate import downstream_accuracy
 
 BUDGETS = (1.0, 10.0, 0.2)
 GREY = ("mnist", "fashion-mnist")
-PAPER_NETWORK = {"network": "mmd-gan", "latent": 10, "hidden": 10}
+PAPER_NETWORK = {"network": "mmd-gan", "latent": 10, "hidden": 10, "width": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "parallel": {"variant": "parallel"},
     "pixels": {"scattering_share": 0.0},
     "scattering": {"scattering_share": 1.0},
-    "whole images": {"window": [2.0, 2.0]},
+    "nothing taught": {"paths": 1},
+    "whole images": {"window": (2.0, 2.0)},
+    "residual generator": {"network": "residual", "width": 64, "learning_rate": 2e-3},
     "paper's generator": PAPER_NETWORK,
 }
 PUBLISHED = {"form": "published", "steps": 20_000, "learning_rate": 1e-3, **PAPER_NETWORK}
@@ -53,6 +57,8 @@ def jobs(tables: Iterable[str], seeds: int, data: Sequence[str], classifiers: Se
     for name, params in VARIANTS.items():
         for epsilon in BUDGETS if "variants" in tables else ():
             add(f"variants: {name}", GREY, {"epsilon": epsilon, **params}, 1)
+    if "core" in tables:
+        add("core", GREY, {"epsilon": 1.0, "steps": 2400, "scattering_share": 0.0}, seeds)
     if "published" in tables:
         add("published (no guarantee)", GREY, {"epsilon": 1.0, **PUBLISHED}, 1)
     return found
