@@ -263,6 +263,11 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "batch_size": 1})  # so that a count of batches shows
 
+        def map(self, transform: Any) -> Vault:
+            mapped = super().map(transform)
+            mapped._batch_size = 1
+            return mapped  # type: ignore[no-any-return]
+
         def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
             """The same records in both runs, and the one that differs in every sample: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))

@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,13 @@ from sfumato.privacy.sampling import poisson_sample, shuffled
 
 Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to a row for each
 
-CLIP_MARGIN = 1e-4  # for rounding: a float32 row may come out otherwise at another place of a batch
+PLACE_MARGIN = 4e-3  # of a bound: by which a row may come out otherwise at another place of a batch, by rounding
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
 PROBES = 6  # public images on which a feature map is tried
 MARGIN = 1e-2  # relative, between an image's row alone and in company: a mistake shows, rounding does not
 REPEAT_MARGIN = 1e-5  # relative, between a row and the same row again
-SIZES = 7  # of batches in turn
+SIZES = 4  # of batches, times six
+PLAIN = 0.37  # pixels of a public image without anything on it
 BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
 MAPPED = 8  # times as many records in a batch when most of the work on them is done
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
@@ -116,6 +118,7 @@ class Vault:
         self._reserved: dict[str, int] = {}
         self._widths: dict[str, int] = {}
         self._turns = itertools.count()
+        self._public: torch.Tensor | None = None
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -146,9 +149,10 @@ class Vault:
         given, they must agree with it, or be a probability for each class that is not above the planned one.
         Rows with a NaN or an infinity count as zero.
 
-        Guarantee: adding or removing one record moves the exact sum by at most `bound`, so noise of standard
-        deviation `noise_multiplier * bound` makes the charged event. With `by_class` a record touches its own
-        row only, so the whole matrix has that same bound, and replacing a record moves two rows by a bound each.
+        Guarantee: adding or removing one record moves the exact sum by at most `bound`, and by `PLACE_MARGIN` of it
+        through the one record whose place it takes; noise of standard deviation `noise_multiplier` times both makes the
+        charged event. With `by_class` a record touches its own row only, so the
+        whole matrix has that same bound, and replacing a record moves two rows by a bound each.
         """
         single = sampling_prob if isinstance(sampling_prob, int | float) else None
         planned = self._planned(release, noise_multiplier, single)
@@ -226,9 +230,10 @@ class Vault:
     def _exact_sum(self, query: Query) -> tuple[torch.Tensor, float, float]:
         """(sum of clipped rows in units, the unit, the bound in units).
 
-        Guarantee: one record changes the sum by at most `radius` units in L2. In the secure form rows are cut to
-        whole units towards zero, which cannot lengthen them; their norm is checked in whole numbers, and sums are
-        exact: float64 holds integers below 2^53, and a row's entries stay below 2^17 sqrt(features).
+        Guarantee: one record changes the sum by at most that many units in L2, of which a margin is for the one record
+        that it displaces (`_rows`). In the secure form rows are cut to whole units towards zero, which cannot lengthen
+        them; their norm is checked in whole numbers, and sums are exact: float64 holds integers below 2^53, and a row's
+        entries stay below 2^17 sqrt(features).
         """
         bound, width = query.bound, query.width
         steps = math.ceil(GRID_STEPS * math.sqrt(width))
@@ -247,7 +252,7 @@ class Vault:
                 long = torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > radius
                 rows.masked_fill_(long, 0)  # none is: rows are within `steps` but for rounding, far below one
             total += self._membership(index, groups).T @ rows
-        return (total if query.by_class else total[0]), unit, radius
+        return (total if query.by_class else total[0]), unit, radius * (1 + PLACE_MARGIN)
 
     def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
         """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
@@ -268,7 +273,7 @@ class Vault:
         }
 
     def _secure(self, release: Release) -> bool:
-        """Exact discrete noise for releases made once; thousands of them take the fast form."""
+        """Exact discrete noise for releases made once; those made more often take the fast form."""
         return self.secure and release.times == 1
 
     # -- kept results -------------------------------------------------------------------------------------
@@ -368,10 +373,11 @@ class Vault:
         labels = torch.arange(count, device=self.device) % len(self.classes) if with_labels else None
         try:
             turn = next(self._turns)
-            one, same, again = (self._apply(feature, images, labels, t) for t in (turn, turn, next(self._turns)))
-            filled = [_filled(t, max(count, self._batch_size)) for t in (images, labels) if t is not None]
+            one, same = (self._apply(feature, images, labels, turn)[0] for _ in range(2))
+            turned = None if labels is None else labels.flip(0)
+            moved = self._apply(feature, images.flip(0), turned, next(self._turns))[0].flip(0)
             with torch.no_grad():
-                together = feature(*filled).detach()[:count]
+                together = feature(*(tensor for tensor in (images, labels) if tensor is not None)).detach()
         except RuntimeError as error:
             raise ValueError(
                 "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
@@ -379,7 +385,7 @@ class Vault:
             ) from None
         if not one.isfinite().all():
             raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
-        if not one.shape == again.shape == together.shape:
+        if not one.shape == moved.shape == together.shape:
             raise ValueError(
                 f"a feature map must give one row per image, got {tuple(together.shape)} for {count} images"
             )
@@ -389,12 +395,19 @@ class Vault:
                 "this feature map gives another row when it is asked again: it counts its calls, or a network in it is "
                 "in training mode. How often it is called depends on how many images there are, so that must not show"
             )
-        for other in (again, together):
+        for other in (moved, together):
             if not torch.allclose(one.double(), other.double(), MARGIN, MARGIN * largest):
                 raise ValueError(
                     "this feature map mixes the images of a batch, or remembers others: alone, an image has another "
-                    "row. Rows are computed one by one here, so that one image's influence is bounded"
+                    "row. Rows are computed one by one here, so that one image's influence is bounded. (Or it makes "
+                    "rounding errors large: does it normalise what is zero for a plain image?)"
                 )
+        lengths, apart = (torch.linalg.vector_norm(t.double().reshape(count, -1), dim=1) for t in (one, one - moved))
+        if float(apart.max()) > PLACE_MARGIN * float(lengths.max()):
+            raise ValueError(
+                "this feature map makes rounding errors large: the row of an image depends on its place in a batch. "
+                "Does it normalise what is zero for a plain image? Add a small constant to what it divides by"
+            )
         return one.shape[1:]
 
     # -- private parts ------------------------------------------------------------------------------------
@@ -409,10 +422,17 @@ class Vault:
         return max(PROBES, len(self.classes))
 
     def _probes(self) -> torch.Tensor:
-        """Public images that look like noise. Guarantee: fixed numbers (multiples of the golden ratio), no record."""
-        shape = (self._tried, *self._images.shape[1:])
-        spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
-        return (spread.reshape(shape) * 2 - 1).float().to(self.device)
+        """Public images: one that is plain, then some that look like noise.
+
+        Guarantee: fixed numbers (multiples of the golden ratio), no record.
+        """
+        if self._public is None or self._public.shape[1:] != self._images.shape[1:]:
+            shape = (self._tried, *self._images.shape[1:])
+            spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+            images = spread.reshape(shape) * 2 - 1
+            images[0] = PLAIN
+            self._public = images.float().to(self.device)
+        return self._public
 
     def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
@@ -436,11 +456,11 @@ class Vault:
         random order. So if a device rounds by place in a batch, one record more still moves only one other record: a
         random order of n + 1 is one of n with the new record at a random place and whoever stood there at the end.
         """
-        turn, failure = next(self._turns), ""
+        turn, failure, first, changed = next(self._turns), "", None, torch.zeros((), device=self.device)
         for number, index in enumerate(self._batches(shuffled(chosen))):
             labels = self._labels_of(index) if with_labels else None
             try:
-                rows = self._apply(feature, self._batch(index), labels, turn, number)
+                rows, witness = self._apply(feature, self._batch(index), labels, turn, number)
             except Exception as error:
                 failure = type(error).__name__
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
@@ -448,17 +468,26 @@ class Vault:
                     f"the feature map failed on private images with a {failure}; what it said is not shown, as it "
                     "could hold pixels. It worked on public ones: does it depend on the values?"
                 )
+            first = witness if first is None else first
+            changed = torch.maximum(changed, (witness - first).abs().max() / first.abs().max().clamp_min(1e-30))
             yield index, rows
+        if not changed <= MARGIN:  # after the last batch, when nothing has left yet
+            raise RuntimeError(
+                "the feature map gave a public image another row in a later batch: it changes from call to call, and "
+                "how often it is called depends on how many images there are. What was paid for this sum is spent"
+            )
 
     def _apply(
         self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None, turn: int, number: int = 0
-    ) -> torch.Tensor:
-        """`feature` of each image of a batch by itself; `turn` numbers the passes over images, `number` their batches.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`feature` of each image of a batch by itself, and of a public image, always the same, at the end.
+
+        `turn` numbers the passes over images, `number` the batches of a pass.
 
         Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
         is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
         that depend on pixels are errors. So is a tensor that it kept from the call before, whether it computes with it
-        or returns it, since batches are filled up with blank images to sizes that change from call to call. (What it
+        or returns it, since batches are filled up with public images to sizes that change from call to call. (What it
         hides from PyTorch, it can mix; and how often it is called tells how many images there are, to the batch.)
 
         Sizes do not depend on the records, so that these do not change the shapes that the device computes with, nor
@@ -471,13 +500,16 @@ class Vault:
                 raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
             return row[0].detach()
 
-        size = max(self._batch_size, self._tried) + 3 * (turn % SIZES) + number % 3
-        inputs = [_filled(tensor, size) for tensor in (images, labels) if tensor is not None]
+        varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
+        size = max(self._batch_size, self._tried) + 1 + 3 * varied + number % 3
+        inputs = [_filled(images, size, self._probes()[-1])]
+        if labels is not None:
+            inputs.append(_filled(labels, size, labels.new_zeros(())))
         with torch.no_grad():
             rows = torch.vmap(alone, randomness="error")(*inputs).detach()
         if len(rows) != size:
             raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
-        return rows[: len(images)]
+        return rows[: len(images)], rows[-1]
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""
@@ -511,11 +543,9 @@ def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.T
     return labels.detach().cpu().clone()
 
 
-def _filled(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The tensor with zeros after it, `count` entries in all."""
-    return (
-        torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])]) if len(tensor) < count else tensor
-    )
+def _filled(tensor: torch.Tensor, count: int, filler: torch.Tensor) -> torch.Tensor:
+    """The tensor with copies of a public entry after it, `count` entries in all."""
+    return torch.cat([tensor, filler.to(tensor).expand(count - len(tensor), *tensor.shape[1:])])
 
 
 def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> torch.Tensor:
@@ -529,4 +559,4 @@ def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> t
     rows.masked_fill_(~norms.isfinite(), 0)  # a NaN or an infinity anywhere makes the norm one
     if nonnegative:
         norms = torch.linalg.vector_norm(rows.clamp_min_(0), dim=1, keepdim=True)
-    return rows.mul_(bound * (1 - CLIP_MARGIN) / unit / norms.nan_to_num(nan=bound, posinf=bound).clamp_min(bound))
+    return rows.mul_(bound / unit / norms.nan_to_num(nan=bound, posinf=bound).clamp_min(bound))
