@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -41,5 +43,5 @@ def test_mepf_is_as_published() -> None:
         assert isinstance(colour, ColourMEPFGenerator)
         assert colour.entry.weight.shape == (100, 512, 4, 4)
         firsts = [block.first.weight.shape for block in colour.trunk[: len(widths) - 1]]
-        assert [(shape[1], shape[0]) for shape in firsts] == list(zip(widths[:-1], widths[1:], strict=True))
+        assert [(shape[1], shape[0]) for shape in firsts] == list(pairwise(widths))
         assert colour.trunk[-1].weight.shape == (3, 64, 3, 3)
