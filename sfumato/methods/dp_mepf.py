@@ -212,7 +212,7 @@ class Matching:
 
     def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor, rate: float | None) -> None:
         self._wanted, self._shares = wanted, shares
-        self._follow = [torch.zeros_like(mean) for mean in wanted]
+        self._follow = [torch.zeros_like(mean) for mean in wanted if rate]
         on_gpu = shares.device.type == "cuda"
         self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu) if rate else None
 
