@@ -1,7 +1,7 @@
 """Many jobs on one device: worker processes, rows that are kept as they come, and going on where it stopped.
 
 A job is a dict of plain values; a program makes rows of one with its own `run`. A row says what its job was, and has an
-`accuracy`; rows of a group that differ only in their seed are summed up together.
+`accuracy`, or another `value`; rows of a group that differ only in their seed are summed up together.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ def summary(rows: list[Row], group: Group) -> dict[str, dict[str, Any]]:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[group(row)].append(row)
-    return {
-        name: {
-            "mean": round(statistics.fmean(row["accuracy"] for row in some), 2),
-            "sd": round(statistics.stdev([row["accuracy"] for row in some]), 2) if len(some) > 1 else None,
-            "seeds": len(some),
+    found = {}
+    for name, some in sorted(groups.items()):
+        values = [row["accuracy"] if "accuracy" in row else row["value"] for row in some]
+        found[name] = {
+            "mean": round(statistics.fmean(values), 2),
+            "sd": round(statistics.stdev(values), 2) if len(values) > 1 else None,
+            "seeds": len(values),
             "certified": some[0]["certified"],
         }
-        for name, some in sorted(groups.items())
-    }
+    return found
 
 
 def carry_out(todo: list[Job], rows: list[Row], run: Run, group: Group, options: argparse.Namespace) -> list[Row]:

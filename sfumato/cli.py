@@ -97,8 +97,13 @@ def plan(
     """What would be released, at which noise; spends nothing."""
     model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency)
     images = _load(data, size, mode, split, unlabelled, on_error)
-    planned = model.plan(model.public_facts(images))
-    _print_json(_plan_dict(planned)) if as_json else _print_plan(planned)
+    public = model.public_facts(images)
+    planned, notes = model.plan(public), model.explain_plan(public)
+    if as_json:
+        return _print_json({**_plan_dict(planned), "notes": notes})
+    _print_plan(planned)
+    for note in notes:
+        out.print(escape(note), soft_wrap=True)
 
 
 @app.command(epilog="Example: sfumato fit scans/ --size 32 --epsilon 1 --out runs/a --set steps=500")

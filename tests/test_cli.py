@@ -140,6 +140,10 @@ def test_plan_spends_nothing(folder: Path, run: Any) -> None:
     content = json.loads(out)
     assert [release["name"] for release in content["releases"]] == ["embedding"]
     assert content["epsilon"] == pytest.approx(1, rel=1e-3)
+    assert content["notes"] == []
+    status, out, _ = run("plan", folder, "--method", "dp-mepf", "--set", "encoder=scattering")
+    assert status == 0
+    assert "Prop. 4.1" in out
     assert sorted(folder.parent.rglob("*")) == before
 
 

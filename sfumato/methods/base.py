@@ -78,6 +78,10 @@ class Synthesizer(ABC):
         """Whether, with these parameters, the method sees releases only."""
         return self.guarantee == "differential-privacy"
 
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
+        """What else is taken as public, for the certificate; asked for before anything is spent."""
+        return {}
+
     def _proportions(self) -> torch.Tensor:
         """Share of each class among samples whose labels are left open."""
         return torch.ones(len(self._fitted().classes))
@@ -94,6 +98,10 @@ class Synthesizer(ABC):
         # A form that takes the raw images has no releases to account for, and promises nothing.
         return plan if self._protected else replace(plan, bounds={**plan.bounds, "exact": math.inf})
 
+    def explain_plan(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
+        """Lines that say what the planned noise does to what is learned; from public facts alone."""
+        return []
+
     def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
         """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""
         public = self.validate().public_facts(images)
@@ -101,6 +109,7 @@ class Synthesizer(ABC):
         ledger_path = None if folder is None else folder / "ledger.jsonl"
         releases = self._releases(public)
         calibrate(releases, self._budget())  # refuses before there is a ledger
+        facts = {**asdict(public), **self._facts(public)}
         if ledger_path is not None and started(ledger_path.parent) and not resume:
             raise DataError(f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder")
         for name in [name for name in vars(self) if name.endswith("_")]:
@@ -111,7 +120,7 @@ class Synthesizer(ABC):
                 self._budget(),
                 releases,
                 ledger=ledger,
-                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(asdict(public))},
+                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(facts)},
                 keep=None if folder is None else folder / "releases",
                 device=self.torch_device,
                 secure=self.secure,

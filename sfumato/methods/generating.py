@@ -1,8 +1,9 @@
-"""What the methods with a generator share: its network, and images drawn from it."""
+"""What the methods with a generator share: its network, its training, and images drawn from it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,7 +12,8 @@ from torch import nn
 
 from sfumato.data import PublicFacts
 from sfumato.methods.base import Synthesizer
-from sfumato.nets.generator import NETWORKS, PerClass
+from sfumato.nets.generator import NETWORKS, PerClass, refresh_batch_norm
+from sfumato.nets.graph import Graph
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,6 +63,89 @@ class GeneratorMethod(Synthesizer):
         self.generator_ = self._network(public).eval()
         own = {name.removeprefix("generator."): value for name, value in state.items() if name != "counts"}
         self.generator_.load_state_dict(own)
+
+
+class Training:
+    """A generator under way: batches with as many images of each class, steps, and an average of the weights.
+
+    `loss` is that of a batch, class by class. On a GPU a step is one launch, `loss` within it: it may neither draw
+    random numbers nor decide by values.
+    """
+
+    def __init__(
+        self,
+        method: GeneratorMethod,
+        public: PublicFacts,
+        generator: torch.Generator,
+        loss: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        each: int,
+        steps: int,
+        learning_rate: float,
+        ema: float,
+    ) -> None:
+        self._latent, self._generator, self._loss = method.latent, generator, loss
+        self._steps, self._learning_rate, self._ema = steps, learning_rate, ema
+        self._network, self.average = method._network(public), method._network(public).requires_grad_(False)
+        graphs = generator.device.type == "cuda"
+        if graphs:
+            for network in (self._network, self.average):
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._parameters: list[torch.Tensor] = list(self._network.parameters())
+        self._rate = torch.zeros((), device=generator.device)
+        self._optimizer = torch.optim.Adam(
+            self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
+        )
+        self._labels = torch.arange(len(public.classes), device=generator.device).repeat_interleave(each)
+        self._step = Graph(self._descend)
+
+    def step(self, number: int) -> None:
+        """A step down the loss of a fresh batch."""
+        self._rate.fill_(self._learning_rate * warm_cosine(number, self._steps))
+        if self._rate.device.type == "cpu":
+            self._optimizer.param_groups[0]["lr"] = float(self._rate)
+        self._step(self._draw())
+
+    def averaged(self) -> nn.Module:
+        """The average of the weights, with its batch norms' statistics taken afresh."""
+        refresh_batch_norm(self.average, self.images)
+        return self.average
+
+    def images(self) -> torch.Tensor:
+        """A batch of the averaged network, class by class."""
+        with torch.no_grad():
+            return self._images(self.average, self._draw())
+
+    def _draw(self) -> Latent:
+        size = (len(self._labels), self._latent)
+        return Latent(torch.randn(size, generator=self._generator, device=self._generator.device))
+
+    def _images(self, network: nn.Module, latent: Latent) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._labels.device.type == "cuda"):
+            made: torch.Tensor = network(latent.values, self._labels)
+        return made.float()
+
+    def _descend(self, latent: Latent) -> None:
+        loss = self._loss(self._images(self._network, latent))
+        gradients = torch.autograd.grad(loss, self._parameters)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            alike = gradient.stride() == parameter.stride()  # the fused optimizer asks for that
+            parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
+        self._optimizer.step()
+        torch._foreach_lerp_(list(self.average.parameters()), self._parameters, 1 - self._ema)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent vectors, as a graph takes them."""
+
+    values: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.values]
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> Latent:
+        return Latent(tensors[0])
 
 
 def warm_cosine(step: int, steps: int) -> float:

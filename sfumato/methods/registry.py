@@ -12,12 +12,14 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import FORMAT, Synthesizer
 from sfumato.methods.dm import DistributionMatching
 from sfumato.methods.dp_kernel import KernelGenerator
+from sfumato.methods.dp_mepf import PerceptualEmbedding
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 
 _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,
+    PerceptualEmbedding,
     KernelGenerator,
     NonlinearCondenser,
     LinearCondenser,

@@ -18,6 +18,14 @@ from sfumato.privacy.mechanisms import add_gaussian
 
 QUICK: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 100, "steps": 3, "batch_size": 20, "device": "cpu"},
+    "dp-mepf": {
+        "encoder": "scattering",
+        "steps": 2,
+        "snapshots": 1,
+        "batch_size": 20,
+        "width": 8,
+        "device": "cpu",
+    },
     "dp-kernel": {
         "steps": 2,
         "paths": 2,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
-from sfumato.nets.generator import NETWORKS, MMDGenerator, PerClass, refresh_batch_norm
+from sfumato.nets.generator import (
+    NETWORKS,
+    ColourMEPFGenerator,
+    GreyMEPFGenerator,
+    MMDGenerator,
+    PerClass,
+    mepf_generator,
+    refresh_batch_norm,
+)
 
 
 @pytest.mark.parametrize("name", sorted(NETWORKS))
@@ -16,6 +26,8 @@ def test_images_have_their_shape_and_range(name: str, shape: tuple[int, int, int
     images = network(torch.randn(6, 7), torch.arange(6) % 3)
     assert images.shape == (6, *shape)
     assert images.abs().max() <= 1
+    images.sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 def test_the_mmd_gan_generator_is_the_published_one() -> None:
@@ -75,3 +87,18 @@ def test_statistics_taken_afresh_are_those_of_the_batches(parallel: bool) -> Non
         refresh_batch_norm(network, lambda: network(latent, labels))
         assert not network.training
         assert torch.allclose(network(latent, labels), in_training, atol=0.02)
+
+
+def test_mepf_is_as_published() -> None:
+    """Section 6 and its code: 28 pixels, grey; 32 and 64, colour."""
+    grey = mepf_generator((1, 28, 28), 10, latent=90, hidden=500, width=16)
+    assert isinstance(grey, GreyMEPFGenerator)
+    shapes = [tuple(weight.shape) for weight in grey.parameters() if weight.ndim > 1]
+    assert shapes == [(500, 100), (16 * 7 * 7, 500), (8, 16, 5, 5), (1, 8, 5, 5)]
+    for size, widths in ((32, [512, 256, 128, 64]), (64, [512, 256, 128, 64, 64])):
+        colour = mepf_generator((3, size, size), 10, latent=90, hidden=500, width=64)
+        assert isinstance(colour, ColourMEPFGenerator)
+        assert colour.entry.weight.shape == (100, 512, 4, 4)
+        firsts = [block.first.weight.shape for block in colour.trunk[: len(widths) - 1]]
+        assert [(shape[1], shape[0]) for shape in firsts] == list(pairwise(widths))
+        assert colour.trunk[-1].weight.shape == (3, 64, 3, 3)

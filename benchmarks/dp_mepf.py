@@ -1,0 +1,187 @@
+"""`dp-mepf` on real data: accuracy and distance at several epsilons, early stopping, speed; can be stopped.
+
+    python benchmarks/dp_mepf.py --folder DATA --workers 4 --json benchmarks/results/dp_mepf.json --pictures DIR
+
+Tables: `budget` (the default at several epsilons, all data sets; CIFAR-10 without its labels too), `moments` (the first
+only), `encoders` (scattering, which nobody trained), `paper` (its loss and its generators), `stopping` (like Table 4 of
+the paper: the Fréchet distance of the snapshot that is nearest to the release, of the last one, and of the best one,
+which no private program may choose), `speed` (images per second of one private sum, by encoder).
+
+The protocol: fit through the vault with class sizes declared public, draw 60,000 images (or as many as there are
+private ones, if fewer), train classifiers on them, test once on the real test split; without labels, the Fréchet
+distance to the test split in EfficientNet-Lite0's features, `fd`. Rows that the JSON file holds are not made again.
+
+DATA is a folder with mednist.npz and celeba.npz (10,000 faces by gender, 8,000 for training, 32 pixels); the other sets
+are found by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from running import DATA, Job, Row, arguments, carry_out, known, load
+
+import sfumato as sf
+from sfumato.data import ImageSet, contact_sheet
+from sfumato.evaluate import downstream_accuracy, fidelity
+from sfumato.methods import dp_mepf
+from sfumato.methods.generating import Training
+from sfumato.privacy import Budget, Release, Vault
+
+BUDGETS = (1.0, 10.0, 0.2, math.inf)
+GREY = ("mnist", "fashion-mnist")
+COLOUR = ("cifar10", "celeba")
+PAPER = {"loss": "moving", "network": "mepf", "latent": 90, "hidden": 500}
+MEASURED = 5_000  # images of a snapshot
+DISTANCE = "fd_effnet_lite0"
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All of them, the ones that matter most first."""
+    found: list[Job] = []
+
+    def add(table: str, names: Iterable[str], params: dict[str, Any], count: int, labelled: bool = True) -> None:
+        measures = list(options.classifiers) if labelled and not table.startswith("stopping") else ["fd"]
+        measures = ["images/s"] if table == "speed" else measures
+        for name in names:
+            for seed in range(count if name in options.data else 0):
+                job = {"table": table, "data": name, "seed": seed, "params": params, "labelled": labelled}
+                found.append({**job, "measures": measures})
+
+    for epsilon in BUDGETS:
+        budget = {"epsilon": epsilon}
+        if "budget" in options.tables:
+            add("budget", DATA, budget, options.seeds)
+            add("budget: unlabelled", ("cifar10",), budget, options.seeds, labelled=False)
+        if "moments" in options.tables:
+            add("moments: first only", DATA, {**budget, "moments": 1}, 1)
+        if "encoders" in options.tables:
+            add("encoders: scattering", DATA, {**budget, "encoder": "scattering"}, 1)
+        if "paper" in options.tables:
+            add("paper's loss and generator", GREY, {**budget, **PAPER, "width": 16}, 1)
+            add("paper's loss and generator", COLOUR, {**budget, **PAPER, "width": 64}, 1)
+        if "stopping" in options.tables:
+            add("stopping", COLOUR, budget, options.seeds)
+    if "speed" in options.tables:
+        for encoder in ("auto", "scattering"):
+            add("speed", ("fashion-mnist", "cifar10"), {"epsilon": 1.0, "encoder": encoder}, options.seeds)
+    return found
+
+
+def run(job: Job, options: argparse.Namespace) -> list[Row]:
+    images, test = load(job["data"], options.folder)
+    if not job["labelled"]:
+        images, test = ImageSet(images.images), ImageSet(test.images)
+    model = sf.create("dp-mepf", seed=job["seed"], device=options.device, public_size=True, **job["params"])
+    if job["table"] == "speed":
+        return [_row(job, "images/s", round(speed(model, images)))]
+    started, seen = time.perf_counter(), {}
+    with watched(seen, test, model) if job["table"] == "stopping" else nullcontext():
+        model.fit(images)
+    seconds = round(time.perf_counter() - started, 1)
+    certified = model.certificate_.epsilon
+    if seen:
+        found = {
+            "the nearest": seen[min(seen, key=lambda step: seen[step][0])][1],
+            "the last": seen[max(seen)][1],
+            "the best (not private)": min(value for _, value in seen.values()),
+        }
+        return [
+            _row({**job, "table": f"stopping: {name}"}, "fd", value, certified, seconds)
+            for name, value in found.items()
+        ]
+    synthetic = model.sample(min(60_000, len(images)))
+    if options.pictures and job["seed"] == 0:
+        name = job["table"].replace(":", "").replace(" ", "_").replace("'", "")
+        contact_sheet(synthetic, options.pictures / f"{name}_{job['data']}_{job['params']['epsilon']:g}.png")
+    values = {name: _measure(name, synthetic, test, job["seed"], model.torch_device) for name in job["measures"]}
+    return [_row(job, name, value, certified, seconds) for name, value in values.items()]
+
+
+def _measure(measure: str, synthetic: ImageSet, test: ImageSet, seed: int, device: torch.device) -> float:
+    if measure == "fd":
+        return fidelity(synthetic, test, device=device, sample=len(test), progress=False)[DISTANCE]
+    return downstream_accuracy(synthetic, test, measure, seeds=(seed,), device=device).mean
+
+
+def _row(job: Job, measure: str, value: float, certified: float | None = None, seconds: float | None = None) -> Row:
+    about = {key: part for key, part in job.items() if key not in ("measures", "labelled")}
+    about["params"] = {name: "inf" if part == math.inf else part for name, part in job["params"].items()}
+    promise = None if certified is None else round(certified, 4)
+    return {**about, "measure": measure, "value": round(value, 2), "certified": promise, "fit_s": seconds}
+
+
+@contextmanager
+def watched(seen: dict[int, tuple[float, float]], test: ImageSet, model: Any) -> Iterator[None]:
+    """While it lasts, snapshots leave in `seen` their private distance and their Fréchet distance, by step."""
+    plain = dp_mepf.Nearest
+
+    class Watching(plain):  # type: ignore[valid-type, misc]
+        def look(self, training: Training, step: int) -> None:
+            super().look(training, step)
+            made: list[torch.Tensor] = []
+            while sum(len(part) for part in made) < MEASURED:
+                made.append(((training.images().clamp(-1, 1) + 1) * 127.5).round().byte().cpu())
+            real = ImageSet(test.images)
+            value = _measure("fd", ImageSet(torch.cat(made)), real, 0, model.torch_device)
+            seen[step] = self.distances[step], value
+
+    dp_mepf.Nearest = Watching  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        dp_mepf.Nearest = plain  # type: ignore[misc]
+
+
+def speed(model: Any, images: ImageSet) -> float:
+    """Images per second of one noisy sum of all activations, the second time."""
+    embedding = model._embedding(images.public())
+    seconds = 0.0
+    vault = Vault(images, Budget(1.0, 1e-5), [Release("sum", 2)], device=model.torch_device, secure=False)
+    for _ in range(2):
+        started = time.perf_counter()
+        vault.sum(partial(embedding.rows, power=1), release="sum", bound=1.0, by_class=True).cpu()
+        seconds = time.perf_counter() - started
+    return len(images) / seconds
+
+
+def group(row: Row) -> str:
+    params = {name: value for name, value in row["params"].items() if name != "epsilon"}
+    encoder = [params["encoder"]] if row["table"] == "speed" else []
+    return " | ".join(
+        [row["table"], row["data"], f"epsilon {float(row['params']['epsilon']):g}", row["measure"], *encoder]
+    )
+
+
+def unfinished(found: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
+    """Jobs with the measures that are missing."""
+    have = {(group(row), row["seed"]) for row in rows}
+    todo = []
+    for job in found:
+        table = "stopping: the nearest" if job["table"] == "stopping" else job["table"]
+        names = [{**job, "table": table, "measure": name} for name in job["measures"]]
+        missing = [name["measure"] for name in names if (group(name), job["seed"]) not in have]
+        todo += [{**job, "measures": missing}] if missing else []
+    return todo
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    tables = ["budget", "stopping", "speed", "moments", "encoders", "paper"]
+    parser.add_argument("--tables", nargs="+", default=tables, choices=tables)
+    parser.add_argument("--data", nargs="+", default=list(DATA))
+    parser.add_argument("--classifiers", nargs="+", default=["mlp", "logistic", "small_cnn"])
+    options = parser.parse_args()
+    rows = known(options.json)
+    carry_out(unfinished(jobs(options), rows), rows, run, group, options)
+
+
+if __name__ == "__main__":
+    main()

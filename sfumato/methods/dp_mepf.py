@@ -1,0 +1,311 @@
+"""DP-MEPF: mean embeddings of perceptual features (Harder, Jalali Asadabadi, Sutherland, Park; TMLR 2023).
+
+The idea: what a public network sees in images, all of its activations, describes them better than random features of
+pixels. Release the noisy means of these activations, and of their squares, once for each class; fit a generator whose
+images have the same means. Everything after the release is post-processing.
+
+Released, once each: the sums over each class of phi_1, all activations divided by their norm, and of phi_2, their
+squares divided by theirs (Eq. 5 and 6); with `stopping`, of the same for the last layer alone, pooled, at ten times the
+noise (section 3.2); noisy class counts unless sizes are declared public.
+Public: image shape, class names; the encoder, whose checksum and training data the certificate names.
+Events: Gaussian releases on all the data, composed exactly; classes are blocks of one vector. No entry of a row is
+negative, so that replacing an image moves a sum by sqrt(2), not by the paper's 2.
+
+All classes are divided by the same number m of images, as in Eq. 6, and a class's generated mean is multiplied by its
+share of m. That is the kernel distance between images with labels; and as the noise is the same in all sums, it weighs
+each class by how well its mean is known, where means of their own would let the noise of a rare class speak loudest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sfumato.data import DataError, PublicFacts
+from sfumato.encoders import load_perceptual
+from sfumato.encoders.scattering import Scattering
+from sfumato.methods.generating import GeneratorMethod, Training
+from sfumato.privacy import Release, Vault
+from sfumato.progress import track
+
+COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
+STOPPING_WEIGHT = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
+LARGEST_SIDE = 128
+LEAST_PER_CLASS = 4  # generated images of a class in a step
+SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
+LOSSES = ("square", "moving")
+NO_WEIGHTS = "scattering"
+PIXEL, FIRST_ORDER, SECOND_ORDER = 0.25, 3.0, 10.0  # weights beside each other, for `scattering`
+ENCODERS = {1: "small_cifar10", 3: "small_tinyimagenet"}  # by colours
+TYPICAL = (1_000, 10_000, 100_000)  # images, where nobody says how many there are
+CONFIDENCE = 0.95
+
+
+@dataclass(kw_only=True, eq=False)
+class PerceptualEmbedding(GeneratorMethod):
+    """Noisy moments of a public network's activations, matched by a conditional generator.
+
+    encoder: a name, path or checksum as `load_perceptual` takes it; `auto`, one that this package brings; `scattering`,
+    pixels and wavelet coefficients, which nobody trained. moments: 1, or 2 with squares. stopping: keep the snapshot of
+    the generator, out of `snapshots`, that is nearest to a further release. loss: `square`, the distance itself,
+    unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with rate `moving_rate`.
+    steps, batch_size, learning_rate, ema: of the generator.
+    """
+
+    key: ClassVar[str] = "dp-mepf"
+    paper: ClassVar[str] = "Harder et al., TMLR 2023"
+    summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
+
+    encoder: str = "auto"
+    moments: int = 2
+    stopping: bool = True
+    snapshots: int = 10
+    loss: str = "square"
+    steps: int = 2000
+    batch_size: int = 100
+    learning_rate: float = 2e-3
+    moving_rate: float = 1e-4
+    network: str = "residual"
+    ema: float = 0.99
+
+    def validate(self) -> Self:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.moments not in (1, 2):
+            raise ValueError(f"moments must be 1 or 2, got {self.moments!r}")
+        return super().validate()
+
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        if max(public.shape[1:]) > LARGEST_SIDE:
+            raise DataError(
+                f"dp-mepf is for images of up to {LARGEST_SIDE} pixels a side; pass a smaller size (--size 64)"
+            )
+        counts = [] if public.sizes else [Release("counts", weight=COUNTS_WEIGHT, nonnegative=True)]
+        moments = [Release(f"moment{power}", nonnegative=True) for power in self._powers]
+        # One sum of both moments side by side, of norm sqrt(moments): as two sums with the whole weight each.
+        weight = STOPPING_WEIGHT / math.sqrt(self.moments)
+        return [*counts, *moments, *([Release("stopping", weight=weight, nonnegative=True)] if self.stopping else [])]
+
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        return {"encoder": self._embedding(public).facts}
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        embedding = self._embedding(public)
+        stated = (vault.ledger.opening or {}).get("public_facts", {})
+        if stated.get("encoder") != embedding.facts:
+            raise DataError("the encoder's file was changed under way; nothing was spent, start again")
+        counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
+        self.counts_ = counts.float().clamp_min(1)
+        total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
+        means = [
+            vault.sum(partial(embedding.rows, power=power), release=f"moment{power}", bound=1.0, by_class=True) / total
+            for power in self._powers
+        ]
+        pooled = partial(embedding.pooled, powers=self._powers)
+        nearest = None
+        if self.stopping:
+            sums = vault.sum(pooled, release="stopping", bound=math.sqrt(self.moments), by_class=True)
+            nearest = Nearest(pooled, sums / total, shares)
+        self._fit_generator(public, embedding, means, shares, nearest)
+
+    def _fit_generator(
+        self,
+        public: PublicFacts,
+        embedding: Embedding,
+        means: list[torch.Tensor],
+        shares: torch.Tensor,
+        nearest: Nearest | None,
+    ) -> None:
+        each = max(LEAST_PER_CLASS, self.batch_size // len(public.classes))
+        matching = Matching(means, shares, self.moving_rate if self.loss == "moving" else None)
+
+        def loss(images: torch.Tensor) -> torch.Tensor:
+            maps = embedding.maps(images)
+            return matching([_moment(maps, power).unflatten(0, (-1, each)) for power in self._powers])
+
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        training = Training(
+            self,
+            public,
+            generator,
+            loss,
+            each=each,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            ema=self.ema,
+        )
+        due = {self.steps * number // self.snapshots for number in range(1, self.snapshots + 1)}
+        for step in track(self.steps, "generator"):
+            training.step(step)
+            if nearest and step + 1 in due:
+                nearest.look(training, step + 1)
+        self.generator_ = nearest.chosen(training) if nearest else training.averaged()
+
+    @property
+    def _powers(self) -> range:
+        return range(1, self.moments + 1)
+
+    def _embedding(self, public: PublicFacts) -> Embedding:
+        """The encoder that is asked for; raises `DataError` where there is none."""
+        if self.encoder == NO_WEIGHTS:
+            return _scattering(public.shape, self.torch_device)
+        name = ENCODERS[public.shape[0]] if self.encoder == "auto" else self.encoder
+        precision = torch.bfloat16 if self.torch_device.type == "cuda" else torch.float32
+        encoder = load_perceptual(name, self.torch_device, precision)
+        card = encoder.card
+        facts = {"name": card.name, "network": card.network, "sha256": encoder.sha256}
+        return Embedding(
+            encoder, encoder.dimension(public.shape), {**facts, "trained_on": card.trained_on, "licence": card.licence}
+        )
+
+    # -- what the noise does --------------------------------------------------------------------------------------
+
+    def explain_plan(self, public: PublicFacts) -> list[str]:
+        """Propositions 4.1 to 4.3, in their finite form (appendix A), for as many images as are declared or typical."""
+        noise, dimension = self.plan(public)["moment1"].noise, self._embedding(public).dimension
+        coordinates = self.moments * len(public.classes) * dimension
+        lines = [
+            f"noise moves {coordinates:,} coordinates of the mean embedding by {noise:.4g} / m each, for m images; "
+            f"squared distances (MMD²) are at most {2 * self.moments}"
+        ]
+        for m in (sum(public.sizes),) if public.sizes else TYPICAL:
+            expected, anyhow, at_best = shift_bounds(noise / m, coordinates, self.moments)
+            lines.append(
+                f"m = {m:,}: MMD² of a generator shifts by {expected:.3g} at most on average (Prop. 4.1); with "
+                f"probability {CONFIDENCE:g} the best generator under noise is worse by {anyhow:.3g} at most (4.2), by "
+                f"{at_best:.3g} if a perfect one exists (4.3)"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """An encoder: images in [-1, 1] to maps [N, c, h, w] without negative entries; how many numbers; what it is."""
+
+    maps: Callable[[torch.Tensor], list[torch.Tensor]]
+    dimension: int
+    facts: dict[str, Any]
+
+    def rows(self, images: torch.Tensor, power: int) -> torch.Tensor:
+        """phi_1, or phi_2: of norm one, or zero."""
+        return _moment(self.maps(images), power)
+
+    def pooled(self, images: torch.Tensor, powers: range) -> torch.Tensor:
+        """The same of the last map's means, powers side by side."""
+        last = self.maps(images)[-1].float().mean((2, 3), keepdim=True)
+        return torch.cat([_moment([last], power) for power in powers], 1)
+
+
+class Matching:
+    """The squared distance between means that are wanted and generated ones, over moments, as a loss.
+
+    With a `rate`, the loss of GFMN: a vector `a` follows the difference, by Adam on their mean squared error, and the
+    generator goes down <a, difference>. What one batch says of the difference is noise; `a` remembers many.
+    """
+
+    def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor, rate: float | None) -> None:
+        self._wanted, self._shares = wanted, shares
+        self._follow = [torch.zeros_like(mean) for mean in wanted if rate]
+        on_gpu = shares.device.type == "cuda"
+        self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu) if rate else None
+
+    def __call__(self, made: list[torch.Tensor]) -> torch.Tensor:
+        """`made`: rows for each moment, [classes, images, features]."""
+        means = [self._shares * rows.mean(1) for rows in made]
+        if self._adam is None:
+            return torch.stack(
+                [distance(m, w, made[0].shape[1]) for m, w in zip(means, self._wanted, strict=True)]
+            ).sum()
+        differences = [wanted - mean for wanted, mean in zip(self._wanted, means, strict=True)]
+        for a, difference in zip(self._follow, differences, strict=True):
+            a.grad = 2 * (a - difference.detach()) / a.shape[1]
+        self._adam.step()
+        return torch.stack([(a * d).sum() for a, d in zip(self._follow, differences, strict=True)]).sum()
+
+
+class Nearest:
+    """Keeps the snapshot of a generator whose pooled moments are nearest to the released ones."""
+
+    def __init__(
+        self, pooled: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor, shares: torch.Tensor
+    ) -> None:
+        self._pooled, self._wanted, self._shares = pooled, wanted, shares
+        self.distances: dict[int, float] = {}  # by step
+        self._best: dict[str, torch.Tensor] = {}
+
+    def look(self, training: Training, step: int) -> None:
+        """Measures the average of the weights as it is now."""
+        network = training.averaged()
+        rows = torch.cat([self._by_class(training.images()) for _ in range(SNAPSHOT_BATCHES)], 1)
+        found = float(distance(self._shares * rows.mean(1), self._wanted, rows.shape[1]).nan_to_num(nan=math.inf))
+        if not self._best or found < min(self.distances.values()):
+            self._best = {name: value.clone() for name, value in network.state_dict().items()}
+        self.distances[step] = found
+
+    def chosen(self, training: Training) -> nn.Module:
+        training.average.load_state_dict(self._best)
+        return training.average
+
+    def _by_class(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            rows = self._pooled(images)
+        return rows.view(len(self._shares), -1, rows.shape[1])
+
+
+def distance(made: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tensor:
+    """|wanted - made|², less what does not depend on `made`, a mean over `count` rows of one norm.
+
+    The square of a mean is biased by its variance; as the norm of a row is constant, count / (count - 1) undoes that.
+    """
+    return (count / (count - 1) * made.square() - 2 * made * wanted).sum()
+
+
+def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, float, float]:
+    """How far noise n ~ N(0, noise² I) on the mean embedding moves MMD²: Propositions A.1, A.4 and A.5.
+
+    The expected shift of any one generator's; with probability `CONFIDENCE`, by how much the generator that is best
+    under noise is worse than the best; the same if that one is perfect. Rows have norm sqrt(moments) and no negative
+    entry, so that an MMD is at most sqrt(2 moments), and nothing is worse than that. One bound on |n|², Eq. 14, serves
+    the last two.
+    """
+    largest, tail = math.sqrt(2 * moments), -math.log(1 - CONFIDENCE)
+    square = noise**2 * (coordinates + 2 * math.sqrt(coordinates * tail) + 2 * tail)
+    expected = noise**2 * coordinates + 2 * math.sqrt(2 / math.pi) * noise * largest
+    anyhow = min(2 * (square + 2 * largest * math.sqrt(square)), 2.0 * moments)
+    return expected, anyhow, min(9 * square, anyhow)
+
+
+def _moment(maps: list[torch.Tensor], power: int) -> torch.Tensor:
+    """All entries of the maps to that power, divided by their norm; zero where all of them are."""
+    flat = torch.cat([values.flatten(1).float() for values in maps], 1)
+    return functional.normalize(flat if power == 1 else flat.square(), dim=1)
+
+
+def _scattering(shape: tuple[int, int, int], device: torch.device) -> Embedding:
+    """Light and dark pixels, then the moduli of both orders, with weights that make them about as long.
+
+    The transform's own low-pass would be negative for dark places, and free of brightness once divided by its norm if
+    black were zero: two parts, x and 1 - x of pixels in [0, 1], are neither. What a sub-sampled filter ripples below
+    zero is cut off.
+    """
+    channels, height, width = shape
+    transform = Scattering((height, width)).to(device)
+    first = transform.scales * transform.angles  # so many of the first order, the others of the second
+    weights = torch.full((transform.channels - 1, 1, 1), SECOND_ORDER, device=device)
+    weights[:first] = FIRST_ORDER
+
+    def maps(images: torch.Tensor) -> list[torch.Tensor]:
+        light = (images + 1) / 2
+        moduli = weights * transform(light)[:, :, 1:].clamp_min(0)
+        return [PIXEL * light, PIXEL * (1 - light), moduli.flatten(1, 2)]
+
+    dimension = channels * (2 * height * width + (transform.channels - 1) * (height // 4) * (width // 4))
+    facts = {"name": NO_WEIGHTS, "network": "pixels and wavelet scattering, J = 2, L = 8", "trained_on": "nothing"}
+    return Embedding(maps, dimension, facts)

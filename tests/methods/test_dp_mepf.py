@@ -1,0 +1,344 @@
+"""DP-MEPF: its features, what it releases and for how much, early stopping, and that a generator learns from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfumato as sf
+from sfumato.data import DataError, ImageSet, PublicFacts, load_images
+from sfumato.encoders import PerceptualCard, save_perceptual
+from sfumato.encoders.perceptual import NETWORKS
+from sfumato.encoders.weights import sha256_of
+from sfumato.evaluate import downstream_accuracy
+from sfumato.methods.check import check_synthesizer
+from sfumato.methods.dp_mepf import CONFIDENCE, Matching, Nearest, PerceptualEmbedding, distance, shift_bounds
+from sfumato.methods.generating import Training
+
+FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
+CARD = PerceptualCard("tiny", "small", "random numbers", "Apache-2.0", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+QUICK: dict[str, Any] = {
+    "encoder": "scattering",
+    "steps": 4,
+    "snapshots": 2,
+    "batch_size": 40,
+    "width": 8,
+    "device": "cpu",
+    "epsilon": 5.0,
+    "secure": False,
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small network with random weights, as a file with its card."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        state = NETWORKS["small"]().state_dict()
+    path = tmp_path_factory.mktemp("encoder") / "tiny.safetensors"
+    save_perceptual(path, CARD, state)
+    return str(path)
+
+
+@pytest.fixture(params=["scattering", "network"])
+def source(request: pytest.FixtureRequest, encoder: str) -> str:
+    return "scattering" if request.param == "scattering" else encoder
+
+
+# -- features -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 8), (3, 16, 16)])
+def test_features_have_norm_one_and_no_negative_entry(source: str, shape: tuple[int, int, int]) -> None:
+    embedding = PerceptualEmbedding(encoder=source, device="cpu")._embedding(replace(FACTS, shape=shape))
+    images = torch.rand(20, *shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    images[0], images[1] = -1, 1  # black and white
+    with torch.no_grad():
+        for power in (1, 2):
+            rows = embedding.rows(images, power)
+            assert rows.shape == (20, embedding.dimension)
+            assert rows.min() >= 0
+            assert torch.allclose(rows[1:].norm(dim=1), torch.ones(19), atol=1e-5)
+            assert rows[0].isfinite().all()  # nothing may be seen in black: that is a zero, not a division by it
+        pooled = embedding.pooled(images[2:], range(1, 3))
+        assert torch.allclose(pooled.norm(dim=1), torch.full((18,), math.sqrt(2)), atol=1e-5)
+        assert pooled.min() >= 0
+
+
+def test_brightness_shows(source: str) -> None:
+    """Rows are divided by their norm, and yet a darker image has another one."""
+    embedding = PerceptualEmbedding(encoder=source, device="cpu")._embedding(FACTS)
+    light = torch.rand(5, *FACTS.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for power in (1, 2):
+            difference = embedding.rows(2 * light - 1, power) - embedding.rows(light - 1, power)
+            assert difference.norm(dim=1).min() > 0.1
+
+
+def test_second_moments_are_squares_of_what_the_first_normalise(encoder: str) -> None:
+    embedding = PerceptualEmbedding(encoder=encoder, device="cpu")._embedding(FACTS)
+    images = torch.rand(3, *FACTS.shape) * 2 - 1
+    with torch.no_grad():
+        raw = torch.cat([values.flatten(1) for values in embedding.maps(images)], 1)
+        for power in (1, 2):
+            by_hand = raw**power / (raw**power).norm(dim=1, keepdim=True)
+            assert torch.allclose(embedding.rows(images, power), by_hand, atol=1e-6)
+
+
+# -- releases -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", [1, 2])
+@pytest.mark.parametrize("stopping", [True, False])
+@pytest.mark.parametrize("public_size", [True, False])
+def test_what_is_released_is_what_was_planned(
+    few_digits: ImageSet, moments: int, stopping: bool, public_size: bool
+) -> None:
+    model = PerceptualEmbedding(**QUICK, moments=moments, stopping=stopping, public_size=public_size)
+    planned = model.plan(model.public_facts(few_digits))
+    expected = ["counts"] * (not public_size) + ["moment1", "moment2"][:moments] + ["stopping"] * stopping
+    assert [release.name for release in planned.releases] == expected
+    events = model.fit(few_digits).certificate_.events
+    assert [event["name"] for event in events] == expected
+    assert [event["noise_multiplier"] for event in events] == [release.noise for release in planned.releases]
+    assert model.certificate_.epsilon == pytest.approx(planned.epsilon)
+    assert planned.epsilon == pytest.approx(5.0, rel=1e-3)
+
+
+def test_early_stopping_costs_what_two_releases_at_ten_times_the_noise_cost() -> None:
+    declared = replace(FACTS, sizes=(50, 50))
+    plan = PerceptualEmbedding(encoder="scattering").plan(declared)
+    plain = PerceptualEmbedding(encoder="scattering", stopping=False).plan(declared)
+    sigma, alone = plan["moment1"].noise, plain["moment1"].noise
+    assert plan["stopping"].noise * math.sqrt(2) == pytest.approx(10 * sigma)  # its rows have norm sqrt(2)
+    assert sigma / alone == pytest.approx(math.sqrt(1.01), rel=1e-3)
+
+
+@pytest.mark.parametrize("moments", [1, 2])
+def test_replacing_an_image_needs_only_the_square_root_of_two(moments: int) -> None:
+    noise = [
+        PerceptualEmbedding(encoder="scattering", moments=moments, adjacency=adjacency).plan(FACTS)["moment1"].noise  # type: ignore[arg-type]
+        for adjacency in ("add-remove", "replace-one")
+    ]
+    assert noise[1] / noise[0] == pytest.approx(math.sqrt(2), rel=1e-3)
+
+
+class Listening(PerceptualEmbedding):
+    """Hears what the generator is given, and trains none."""
+
+    def _fit_generator(self, public: Any, embedding: Any, means: Any, shares: Any, nearest: Any) -> None:
+        self.heard = embedding, means, shares, nearest
+        self.generator_ = self._network(public).eval()
+
+
+def test_released_moments_are_the_sums_over_all_images(few_digits: ImageSet, source: str) -> None:
+    """Without noise: sums of each class by hand, all over the number of images in all classes."""
+    model = Listening(**{**QUICK, "encoder": source, "epsilon": math.inf}).fit(few_digits)
+    embedding, means, shares, _ = model.heard
+    pixels = few_digits.images.float() / 127.5 - 1
+    assert shares[:, 0].tolist() == pytest.approx([20 / 61, 20 / 61, 20 / 61, 1 / 61], rel=1e-3)
+    for power, released in enumerate(means, 1):
+        for label in range(4):
+            with torch.no_grad():
+                rows = embedding.rows(pixels[few_digits.labels == label], power)
+            assert torch.allclose(released[label], rows.sum(0) / 61, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_it_is_sound_with_a_network(few_digits: ImageSet, encoder: str) -> None:
+    settings = {**QUICK, "encoder": encoder, "steps": 2, "snapshots": 1}
+    check_synthesizer(lambda **params: PerceptualEmbedding(**{**settings, **params}), few_digits)
+
+
+# -- what is public -----------------------------------------------------------------------------------------------
+
+
+def test_the_certificate_names_the_encoder(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
+    model = PerceptualEmbedding(**{**QUICK, "encoder": encoder}).fit(few_digits, run_dir=tmp_path / "run")
+    named = model.certificate_.public_facts["encoder"]
+    assert named["name"] == "tiny"
+    assert named["trained_on"] == "random numbers"
+    assert named["sha256"] == sha256_of(Path(encoder))
+    assert sf.verify(tmp_path / "run" / "certificate.json")
+    assert model.certificate_.public_facts["classes"] == list(few_digits.classes)
+    untrained = PerceptualEmbedding(**QUICK).fit(few_digits).certificate_.public_facts["encoder"]
+    assert untrained["trained_on"] == "nothing"
+
+
+@pytest.mark.parametrize("wrong", ["small_cifar11", "nowhere/weights.safetensors"])
+def test_a_wrong_encoder_is_refused_before_anything_is_spent(few_digits: ImageSet, wrong: str, tmp_path: Path) -> None:
+    model = PerceptualEmbedding(**{**QUICK, "encoder": wrong})
+    with pytest.raises(DataError, match=Path(wrong).name):
+        model.fit(few_digits, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(DataError):
+        model.explain_plan(few_digits.public())
+
+
+def test_an_encoder_that_changes_under_way_is_refused(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PerceptualEmbedding(**QUICK)
+    monkeypatch.setattr(model, "_facts", lambda public: {"encoder": {"name": "another"}})
+    with pytest.raises(DataError, match="changed under way"):
+        model.fit(few_digits)
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss", "cubic"), ("moments", 3), ("network", "large")])
+def test_wrong_parameters(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        sf.create("dp-mepf", **{name: value})
+
+
+def test_large_images_are_refused_before_anything_is_spent() -> None:
+    with pytest.raises(DataError, match="--size"):
+        PerceptualEmbedding(encoder="scattering").plan(PublicFacts((1, 300, 300), ("a",), True))
+
+
+# -- the propositions ---------------------------------------------------------------------------------------------
+
+
+def test_the_shift_of_the_loss_stays_within_its_bounds() -> None:
+    """Gaussian noise on a vector, many times; the difference of means as far away as it can be."""
+    noise, coordinates = 0.005, 400
+    expected, anyhow, at_best = shift_bounds(noise, coordinates, 1)
+    generator = torch.Generator().manual_seed(0)
+    away = torch.zeros(coordinates)
+    away[0], away[1] = 1, -1
+    draws = noise * torch.randn(20_000, coordinates, generator=generator)
+    shift = ((away + draws).square().sum(1) - away.square().sum()).abs()
+    assert 0.5 * expected < shift.mean() < expected
+    size = draws.norm(dim=1)
+    worst = 2 * (size.square() + 2 * math.sqrt(2) * size)  # of the proof: both ends of a sphere
+    assert (worst <= anyhow).float().mean() >= CONFIDENCE
+    assert ((6 + 2 * math.sqrt(2)) * size.square() <= at_best).float().mean() >= CONFIDENCE
+    assert shift_bounds(0.0, coordinates, 1) == (0, 0, 0)
+    assert shift_bounds(1.0, coordinates, 2)[1:] == (4, 4)  # no generator is worse
+
+
+def test_the_plan_explains_what_its_noise_does() -> None:
+    model = PerceptualEmbedding(encoder="scattering")
+    typical = model.explain_plan(FACTS)
+    assert len(typical) == 4
+    assert f"{2 * 2 * model._embedding(FACTS).dimension:,} coordinates" in typical[0]
+    declared = model.explain_plan(replace(FACTS, sizes=(3000, 4000)))
+    assert len(declared) == 2
+    assert declared[1].startswith("m = 7,000:")
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def test_the_square_loss_is_unbiased() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.rand(60_000, 2, 5, 6, generator=generator), dim=3)
+    wanted, shares = torch.rand(2, 6, generator=generator) / 6, torch.tensor([[0.7], [0.3]])
+    loss = torch.stack([distance(shares * some.mean(1), wanted, 5) for some in rows[:20_000]]).mean()
+    true = (shares * rows.mean((0, 2)) - wanted).square().sum()
+    # Up to what does not depend on the generator: |wanted|², and the rows' norm.
+    constant = wanted.square().sum() - (shares.square() / 4).sum()
+    assert float(loss + constant) == pytest.approx(float(true), abs=2e-3)
+
+
+def test_the_moving_average_follows_the_difference() -> None:
+    wanted, shares = [torch.full((2, 3), 0.4)], torch.tensor([[0.5], [0.5]])
+    matching = Matching(wanted, shares, rate=0.01)
+    rows = torch.full((2, 4, 3), 0.2, requires_grad=True)
+    for _ in range(300):
+        loss = matching([rows])
+    assert torch.allclose(matching._follow[0], torch.full((2, 3), 0.3), atol=0.01)
+    (gradient,) = torch.autograd.grad(loss, rows)
+    assert torch.allclose(gradient, torch.full((2, 4, 3), -0.3 * 0.5 / 4), rtol=0.1)
+
+
+def test_early_stopping_keeps_the_nearest_snapshot(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights that are kept are those of the step with the least distance, not the last ones."""
+    seen: dict[int, torch.Tensor] = {}
+    held: list[Nearest] = []
+    look = Nearest.look
+
+    def listen(self: Nearest, training: Training, step: int) -> None:
+        look(self, training, step)
+        seen[step] = next(training.average.parameters()).clone()
+        if step == 6:  # the third of five
+            self.distances[step] -= 10
+            self._best = {name: value.clone() for name, value in training.average.state_dict().items()}
+        held[:] = [self]
+
+    monkeypatch.setattr(Nearest, "look", listen)
+    model = PerceptualEmbedding(**{**QUICK, "steps": 10, "snapshots": 5}).fit(few_digits)
+    assert list(held[0].distances) == [2, 4, 6, 8, 10]
+    assert torch.equal(next(model.generator_.parameters()), seen[6])
+    assert not torch.equal(seen[6], seen[10])
+
+
+def test_nearest_is_measured_by_the_release(few_digits: ImageSet) -> None:
+    """A generator that grows brighter: a release as bright as its sixth step is nearest to that one."""
+    shares = torch.full((4, 1), 0.25)
+
+    def brightness(images: torch.Tensor) -> torch.Tensor:
+        angle = images.mean((1, 2, 3))
+        return torch.stack([angle.cos(), angle.sin()], 1)
+
+    def training(seed: int) -> Training:
+        return Training(
+            PerceptualEmbedding(**QUICK),
+            few_digits.public(),
+            torch.Generator().manual_seed(seed),
+            lambda images: -images.mean(),
+            each=20,
+            steps=40,
+            learning_rate=0.02,
+            ema=0.5,
+        )
+
+    first, second = training(0), training(1)
+    for step in range(6):
+        first.step(step)
+    first.averaged()
+    rows = torch.cat([brightness(first.images()).view(4, 20, 2) for _ in range(10)], 1)
+    nearest = Nearest(brightness, shares * rows.mean(1), shares)
+    weights = {}
+    for step in range(12):
+        second.step(step)
+        if step % 3 == 2:
+            nearest.look(second, step + 1)
+            weights[step + 1] = next(second.average.parameters()).clone()
+    found = nearest.distances
+    assert found[12] > found[9] > found[6] < found[3]
+    assert torch.equal(next(nearest.chosen(second).parameters()), weights[6])
+
+
+@pytest.mark.parametrize("loss", ["square", "moving"])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 14)])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_every_loss_shape_and_number_of_classes(loss: str, shape: tuple[int, int, int], classes: int) -> None:
+    pixels = torch.randint(0, 256, (12, *shape), generator=torch.Generator().manual_seed(0)).byte()
+    labels = None if classes == 1 else torch.arange(12) % classes
+    images = ImageSet(pixels, labels, ("all",) if classes == 1 else ("a", "b", "c"))
+    sample = sf.create("dp-mepf", **{**QUICK, "loss": loss}).fit(images).sample(10)
+    assert sample.shape == shape
+    assert sample.labelled == (classes > 1)
+
+
+def test_save_load_and_resume(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
+    settings = {**QUICK, "encoder": encoder, "network": "mepf"}
+    model = sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run")
+    before = model.sample(12, seed=5).images
+    assert torch.equal(sf.load(tmp_path / "run", device="cpu").sample(12, seed=5).images, before)
+    again = sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
+    assert torch.equal(again.sample(12, seed=5).images, before)  # from what was kept; nothing is charged twice
+    assert len(again.certificate_.events) == 4
+
+
+@pytest.mark.parametrize(("source", "loss"), [("scattering", "moving"), ("network", "square")], indirect=["source"])
+def test_it_learns_digits(source: str, loss: str) -> None:
+    """Seconds of training at a moderate budget: a classifier taught by the samples knows real digits; chance is 10."""
+    train, test = load_images("digits"), load_images("digits", split="test")
+    model = PerceptualEmbedding(
+        encoder=source, loss=loss, epsilon=10.0, steps=60, snapshots=1, batch_size=100, secure=False, device="cpu"
+    )
+    assert downstream_accuracy(model.fit(train).sample(2000), test).mean > 45
