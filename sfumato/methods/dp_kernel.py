@@ -30,9 +30,8 @@ from torch.nn import functional
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders.scattering import Scattering
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
-from sfumato.methods.generating import GeneratorMethod, warm_cosine
+from sfumato.methods.generating import GeneratorMethod, Latent, Training, warm_cosine
 from sfumato.nets.classifiers import small_cnn
-from sfumato.nets.generator import PerClass, refresh_batch_norm
 from sfumato.nets.graph import Graph
 from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track
@@ -131,7 +130,7 @@ class KernelGenerator(GeneratorMethod):
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        training = Training(self, public, generator)
+        training = Following(self, public, generator)
         if self.form == "published":
             self.counts_ = torch.ones(len(public.classes), device=self.torch_device)
             self._train_as_published(vault, training)
@@ -140,11 +139,11 @@ class KernelGenerator(GeneratorMethod):
             self.counts_ = counts.float().clamp_min(1)
             trains = {"pathwise": self._train_pathwise, "gp": self._train_exactly, "nystrom": self._train_once}
             trains[self.form](vault, training)
-        self.generator_ = training.result()
+        self.generator_ = training.averaged()
 
     # -- the sound forms --------------------------------------------------------------------------------------
 
-    def _train_pathwise(self, vault: Vault, training: Training) -> None:
+    def _train_pathwise(self, vault: Vault, training: Following) -> None:
         """Release a path, follow all there are; again, on features taught by what that made."""
         expected = (self.sampling_prob * self.counts_)[:, None]
         stages = self._stages
@@ -154,17 +153,18 @@ class KernelGenerator(GeneratorMethod):
                 features = self._frequencies(training, stage)
                 sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
                 training.add(features, sums / expected)
-            training.follow(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
+            training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
+            training.follow(self.features_per_step)
 
     @property
     def _stages(self) -> int:
         return min(self.paths, self.steps)
 
-    def _frequencies(self, training: Training, number: int) -> Frequencies:
+    def _frequencies(self, training: Following, number: int) -> Frequencies:
         """Of a path: the first looks at pixels and scattering coefficients, others at what a network was taught."""
         vectors, like = training.vectors, torch.zeros(1, *training.shape, device=self.torch_device)
         if number > 0 and training.classes > 1:
-            taught = training.taught()
+            taught = training.taught(self.lessons)
             maps = taught.maps(like).shape[1:]
             parts = [Part(taught, Windowed((maps[0], maps[1], maps[2]), self.taught, self.window))]
         else:
@@ -176,20 +176,20 @@ class KernelGenerator(GeneratorMethod):
             ]
         return Frequencies([part for part in parts if part.weight > 0], self.features, like, training.generator)
 
-    def _train_exactly(self, vault: Vault, training: Training) -> None:
+    def _train_exactly(self, vault: Vault, training: Following) -> None:
         """At each step the function's derivatives at some generated images, exact in their joint law."""
         kernel, classes = Gaussian(self.scattering), len(self.counts_)
         vault, expected = vault.map(training.vectors), self.sampling_prob * self.counts_
         for step in track(self.steps, "generator"):
-            made = training.vectors(training.images())
+            made = training.vectors(training.images(training.latent()))
             near = training.by_class(made)[:, :NEAR]
             points = [Points(kernel, some) for some in near.detach()]
             released = vault.sum(_rows_by_class(points), release="sums", bound=1.0, by_class=True, with_labels=True)
             climb = torch.stack([points[c].coloured(released[c])[1] / expected[c] for c in range(classes)])
             towards = (climb.to(near.dtype) * near).sum() / NEAR
-            training.descend(_crowding(kernel, training.by_class(made)) - towards, step)
+            self._descend(training, _crowding(kernel, training.by_class(made)) - towards, step)
 
-    def _train_once(self, vault: Vault, training: Training) -> None:
+    def _train_once(self, vault: Vault, training: Following) -> None:
         """One release of the function's values at public points; between them it is what the kernel makes of these."""
         kernel = Gaussian(self.scattering)
         with torch.no_grad():
@@ -198,13 +198,17 @@ class KernelGenerator(GeneratorMethod):
         released = vault.map(training.vectors).sum(points.rows, release="sums", bound=1.0, by_class=True)
         weights = torch.stack([points.interpolation(row) for row in released]).float() / self.counts_[:, None]
         for step in track(self.steps, "generator"):
-            made = training.by_class(training.vectors(training.images()))
+            made = training.by_class(training.vectors(training.images(training.latent())))
             values = (kernel(made.flatten(0, 1), inducing).unflatten(0, made.shape[:2]) * weights[:, None]).sum(2)
-            training.descend(_crowding(kernel, made) - values.mean(1).sum(), step)
+            self._descend(training, _crowding(kernel, made) - values.mean(1).sum(), step)
+
+    def _descend(self, training: Following, loss: torch.Tensor, step: int) -> None:
+        training.set_rate(self.learning_rate * warm_cosine(step, self.steps))
+        training.descend(loss)
 
     # -- as published -----------------------------------------------------------------------------------------
 
-    def _train_as_published(self, vault: Vault, training: Training) -> None:
+    def _train_as_published(self, vault: Vault, training: Following) -> None:
         """The paper's loop, for comparison: Poisson batches, noise on values, gradients through the exact function."""
         images, labels = vault.unprotected(f"as published: {LEAK}")
         pixels = images.float() / 127.5 - 1
@@ -221,94 +225,39 @@ class KernelGenerator(GeneratorMethod):
             real = pixels[chosen.to(pixels.device)].to(device)
             kinds = labels[chosen.to(labels.device)].to(device)
             fake = training.network(torch.randn(len(real), self.latent, generator=generator, device=device), kinds)
-            training.descend(published_loss(real, kinds, fake, kinds, noise, generator), step)
+            self._descend(training, published_loss(real, kinds, fake, kinds, noise, generator), step)
 
 
-class Training:
-    """A generator under way: batches with as many images of all classes, steps, and an average of the weights."""
+class Following(Training):
+    """A generator that follows paths."""
 
     def __init__(self, method: KernelGenerator, public: PublicFacts, generator: torch.Generator) -> None:
-        self.shape, self.generator, self._method = public.shape, generator, method
-        self.classes, self._each = len(public.classes), max(NEAR, method.batch_size // len(public.classes))
-        self._labels = torch.arange(self.classes, device=generator.device).repeat_interleave(self._each)
+        each = max(NEAR, method.batch_size // len(public.classes))
+        super().__init__(method, public, generator, each=each, ema=method.ema)
         self.vectors = Vectors(public.shape).to(generator.device)
-        self.network, self._average = method._network(public), method._network(public).requires_grad_(False)
-        self._average.load_state_dict(self.network.state_dict())
-        graphs = generator.device.type == "cuda"
-        if graphs and not method._per_class:
-            for network in (self.network, self._average):
-                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._parameters: list[torch.Tensor] = list(self.network.parameters())
-        self._rate = torch.zeros((), device=generator.device)
-        self._optimizer = torch.optim.Adam(
-            self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
-        )
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
-
-    def latent(self) -> torch.Tensor:
-        size = (len(self._labels), self._method.latent)
-        return torch.randn(size, generator=self.generator, device=self.generator.device)
-
-    def images(self, latent: torch.Tensor | None = None, network: nn.Module | None = None) -> torch.Tensor:
-        """A batch, class by class."""
-        network, latent = network or self.network, self.latent() if latent is None else latent
-        if isinstance(network, PerClass):
-            return network.together(self.by_class(latent)).flatten(0, 1)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.generator.device.type == "cuda"):
-            made: torch.Tensor = network(latent, self._labels)
-        return made.float()
-
-    def by_class(self, rows: torch.Tensor) -> torch.Tensor:
-        """[classes, images, …]"""
-        return rows.view(-1, self._each, *rows.shape[1:])
 
     def add(self, features: Frequencies, means: torch.Tensor) -> None:
         """A path to follow from now on: noisy mean features of each class."""
         self.paths.append((features, means.float()))
         self._step = Graph(self._match)
 
-    def follow(self, rate: float) -> None:
-        """A step along all paths, each by some of its frequencies."""
-        count = self._method.features_per_step
+    def follow(self, count: int) -> None:
+        """A step along all paths, each by `count` of its frequencies."""
         drawn = [features.drawn(count, self.generator, means) for features, means in self.paths]
         look = Frequencies.beside([features for features, _ in drawn])
-        self._set(rate)
-        self._step(look, torch.cat([means for _, means in drawn], 1), self.latent())
+        self._step(look, torch.cat([means for _, means in drawn], 1), self.latent().values)
 
-    def descend(self, loss: torch.Tensor, step: int) -> None:
-        """A step down any loss."""
-        self._set(self._method.learning_rate * warm_cosine(step, self._method.steps))
-        self._descend(loss)
-
-    def taught(self) -> Taught:
+    def taught(self, lessons: int) -> Taught:
         """A network that tells the classes of images of the generator's average."""
-        network = self.result()
-        with torch.no_grad():
-            batches = [self.images(network=network) for _ in range(math.ceil(self._method.lessons / len(self._labels)))]
-        return Taught(torch.cat(batches), self._labels.repeat(len(batches)), self.classes, self.generator)
-
-    def result(self) -> nn.Module:
-        """The average, with its batch norms' statistics taken afresh."""
-        refresh_batch_norm(self._average, lambda: self.images(network=self._average))
-        return self._average
+        self.averaged()
+        batches = [self.average_images() for _ in range(math.ceil(lessons / len(self.labels)))]
+        return Taught(torch.cat(batches), self.labels.repeat(len(batches)), self.classes, self.generator)
 
     def _match(self, features: Frequencies, wanted: torch.Tensor, latent: torch.Tensor) -> None:
         """Down |wanted - mean|², summed over classes; a path's features have norm 1, so n / (n - 1) undoes its bias."""
-        made = self.by_class(features(self.images(latent))).mean(1)
-        self._descend((self._each / (self._each - 1) * made.square() - 2 * made * wanted).sum())
-
-    def _set(self, rate: float) -> None:
-        self._rate.fill_(rate)
-        if self._rate.device.type == "cpu":
-            self._optimizer.param_groups[0]["lr"] = rate
-
-    def _descend(self, loss: torch.Tensor) -> None:
-        gradients = torch.autograd.grad(loss, self._parameters)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            alike = gradient.stride() == parameter.stride()  # the fused optimizer asks for that
-            parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
-        self._optimizer.step()
-        torch._foreach_lerp_(list(self._average.parameters()), self._parameters, 1 - self._method.ema)
+        made = self.by_class(features(self.images(Latent(latent)))).mean(1)
+        self.descend((self.each / (self.each - 1) * made.square() - 2 * made * wanted).sum())
 
 
 class Taught(nn.Module):

@@ -31,7 +31,8 @@ from torch.nn import functional
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import load_perceptual
 from sfumato.encoders.scattering import Scattering
-from sfumato.methods.generating import GeneratorMethod, Training
+from sfumato.methods.generating import GeneratorMethod, Training, warm_cosine
+from sfumato.nets.graph import Graph
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
@@ -131,19 +132,12 @@ class PerceptualEmbedding(GeneratorMethod):
             return matching([_moment(maps, power).unflatten(0, (-1, each)) for power in self._powers])
 
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        training = Training(
-            self,
-            public,
-            generator,
-            loss,
-            each=each,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            ema=self.ema,
-        )
+        training = Training(self, public, generator, each=each, ema=self.ema)
+        descend = Graph(lambda latent: training.descend(loss(training.images(latent))))
         due = {self.steps * number // self.snapshots for number in range(1, self.snapshots + 1)}
         for step in track(self.steps, "generator"):
-            training.step(step)
+            training.set_rate(self.learning_rate * warm_cosine(step, self.steps))
+            descend(training.latent())
             if nearest and step + 1 in due:
                 nearest.look(training, step + 1)
         self.generator_ = nearest.chosen(training) if nearest else training.averaged()
@@ -243,7 +237,7 @@ class Nearest:
     def look(self, training: Training, step: int) -> None:
         """Measures the average of the weights as it is now."""
         network = training.averaged()
-        rows = torch.cat([self._by_class(training.images()) for _ in range(SNAPSHOT_BATCHES)], 1)
+        rows = torch.cat([self._by_class(training.average_images()) for _ in range(SNAPSHOT_BATCHES)], 1)
         found = float(distance(self._shares * rows.mean(1), self._wanted, rows.shape[1]).nan_to_num(nan=math.inf))
         if not self._best or found < min(self.distances.values()):
             self._best = {name: value.clone() for name, value in network.state_dict().items()}

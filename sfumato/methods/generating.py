@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +13,6 @@ from torch import nn
 from sfumato.data import PublicFacts
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.generator import NETWORKS, PerClass, refresh_batch_norm
-from sfumato.nets.graph import Graph
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,73 +65,67 @@ class GeneratorMethod(Synthesizer):
 
 
 class Training:
-    """A generator under way: batches with as many images of each class, steps, and an average of the weights.
-
-    `loss` is that of a batch, class by class. On a GPU a step is one launch, `loss` within it: it may neither draw
-    random numbers nor decide by values.
-    """
+    """A generator under way: batches with as many images of each class, steps, and an average of the weights."""
 
     def __init__(
-        self,
-        method: GeneratorMethod,
-        public: PublicFacts,
-        generator: torch.Generator,
-        loss: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        each: int,
-        steps: int,
-        learning_rate: float,
-        ema: float,
+        self, method: GeneratorMethod, public: PublicFacts, generator: torch.Generator, *, each: int, ema: float
     ) -> None:
-        self._latent, self._generator, self._loss = method.latent, generator, loss
-        self._steps, self._learning_rate, self._ema = steps, learning_rate, ema
-        self._network, self.average = method._network(public), method._network(public).requires_grad_(False)
+        self.shape, self.classes, self.each = public.shape, len(public.classes), each
+        self.generator, self._latent, self._ema = generator, method.latent, ema
+        self.network, self.average = method._network(public), method._network(public).requires_grad_(False)
         graphs = generator.device.type == "cuda"
-        if graphs:
-            for network in (self._network, self.average):
+        if graphs and not method._per_class:
+            for network in (self.network, self.average):
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._parameters: list[torch.Tensor] = list(self._network.parameters())
+        self._parameters: list[torch.Tensor] = list(self.network.parameters())
         self._rate = torch.zeros((), device=generator.device)
         self._optimizer = torch.optim.Adam(
             self._parameters, self._rate if graphs else 0.0, betas=(0.5, 0.99), fused=True, capturable=graphs
         )
-        self._labels = torch.arange(len(public.classes), device=generator.device).repeat_interleave(each)
-        self._step = Graph(self._descend)
+        self.labels = torch.arange(self.classes, device=generator.device).repeat_interleave(each)
 
-    def step(self, number: int) -> None:
-        """A step down the loss of a fresh batch."""
-        self._rate.fill_(self._learning_rate * warm_cosine(number, self._steps))
-        if self._rate.device.type == "cpu":
-            self._optimizer.param_groups[0]["lr"] = float(self._rate)
-        self._step(self._draw())
+    def latent(self) -> Latent:
+        """Latent vectors of a batch."""
+        size = (len(self.labels), self._latent)
+        return Latent(torch.randn(size, generator=self.generator, device=self.generator.device))
 
-    def averaged(self) -> nn.Module:
-        """The average of the weights, with its batch norms' statistics taken afresh."""
-        refresh_batch_norm(self.average, self.images)
-        return self.average
-
-    def images(self) -> torch.Tensor:
-        """A batch of the averaged network, class by class."""
-        with torch.no_grad():
-            return self._images(self.average, self._draw())
-
-    def _draw(self) -> Latent:
-        size = (len(self._labels), self._latent)
-        return Latent(torch.randn(size, generator=self._generator, device=self._generator.device))
-
-    def _images(self, network: nn.Module, latent: Latent) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._labels.device.type == "cuda"):
-            made: torch.Tensor = network(latent.values, self._labels)
+    def images(self, latent: Latent, network: nn.Module | None = None) -> torch.Tensor:
+        """A batch, class by class."""
+        network = network or self.network
+        if isinstance(network, PerClass):
+            return network.together(self.by_class(latent.values)).flatten(0, 1)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.generator.device.type == "cuda"):
+            made: torch.Tensor = network(latent.values, self.labels)
         return made.float()
 
-    def _descend(self, latent: Latent) -> None:
-        loss = self._loss(self._images(self._network, latent))
+    def by_class(self, rows: torch.Tensor) -> torch.Tensor:
+        """[classes, images, …]"""
+        return rows.view(-1, self.each, *rows.shape[1:])
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the steps to come."""
+        self._rate.fill_(rate)
+        if self._rate.device.type == "cpu":
+            self._optimizer.param_groups[0]["lr"] = rate
+
+    def descend(self, loss: torch.Tensor) -> None:
+        """A step. On a GPU it can be captured in a graph, with the loss."""
         gradients = torch.autograd.grad(loss, self._parameters)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             alike = gradient.stride() == parameter.stride()  # the fused optimizer asks for that
             parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
         self._optimizer.step()
         torch._foreach_lerp_(list(self.average.parameters()), self._parameters, 1 - self._ema)
+
+    def averaged(self) -> nn.Module:
+        """The average of the weights, with its batch norms' statistics taken afresh."""
+        refresh_batch_norm(self.average, self.average_images)
+        return self.average
+
+    def average_images(self) -> torch.Tensor:
+        """A batch of the averaged network."""
+        with torch.no_grad():
+            return self.images(self.latent(), self.average)
 
 
 @dataclass(frozen=True)

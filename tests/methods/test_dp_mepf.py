@@ -284,26 +284,23 @@ def test_nearest_is_measured_by_the_release(few_digits: ImageSet) -> None:
         return torch.stack([angle.cos(), angle.sin()], 1)
 
     def training(seed: int) -> Training:
-        return Training(
-            PerceptualEmbedding(**QUICK),
-            few_digits.public(),
-            torch.Generator().manual_seed(seed),
-            lambda images: -images.mean(),
-            each=20,
-            steps=40,
-            learning_rate=0.02,
-            ema=0.5,
-        )
+        generator = torch.Generator().manual_seed(seed)
+        made = Training(PerceptualEmbedding(**QUICK), few_digits.public(), generator, each=20, ema=0.5)
+        made.set_rate(0.02)
+        return made
+
+    def brighter(one: Training) -> None:
+        one.descend(-one.images(one.latent()).mean())
 
     first, second = training(0), training(1)
-    for step in range(6):
-        first.step(step)
+    for _ in range(6):
+        brighter(first)
     first.averaged()
-    rows = torch.cat([brightness(first.images()).view(4, 20, 2) for _ in range(10)], 1)
+    rows = torch.cat([brightness(first.average_images()).view(4, 20, 2) for _ in range(10)], 1)
     nearest = Nearest(brightness, shares * rows.mean(1), shares)
     weights = {}
     for step in range(12):
-        second.step(step)
+        brighter(second)
         if step % 3 == 2:
             nearest.look(second, step + 1)
             weights[step + 1] = next(second.average.parameters()).clone()

@@ -18,7 +18,7 @@ FACTS = PublicFacts((1, 12, 10), ("a", "b"), True)
 
 def test_features_have_norm_one_whatever_the_image() -> None:
     model = MeanEmbedding(features=300)
-    frequencies = model._spectrum(FACTS.shape).frequencies(300, 784, torch.Generator().manual_seed(0))
+    frequencies = model._spectrum(FACTS.shape).frequencies(300, 120, torch.Generator().manual_seed(0))
     rows = _fourier(torch.rand(50, *FACTS.shape) * 2 - 1, frequencies) / math.sqrt(300)
     assert torch.allclose(rows.norm(dim=1), torch.ones(50), atol=1e-5)
 
@@ -26,7 +26,7 @@ def test_features_have_norm_one_whatever_the_image() -> None:
 def test_phases_vary_as_the_public_image_model_says() -> None:
     """Images drawn from the model itself: the standard deviation of w . x lies within the amplitude's range."""
     model = MeanEmbedding(features=200, amplitude=(0.7, 2.8))
-    frequencies = model._spectrum(FACTS.shape).frequencies(300, 784, torch.Generator().manual_seed(0))
+    frequencies = model._spectrum(FACTS.shape).frequencies(300, 120, torch.Generator().manual_seed(0))
 
     def root(size: int) -> torch.Tensor:
         place = torch.arange(size)
