@@ -128,7 +128,7 @@ def watched(seen: dict[int, tuple[float, float]], test: ImageSet, model: Any) ->
             super().look(training, step)
             made: list[torch.Tensor] = []
             while sum(len(part) for part in made) < MEASURED:
-                made.append(((training.images().clamp(-1, 1) + 1) * 127.5).round().byte().cpu())
+                made.append(((training.average_images().clamp(-1, 1) + 1) * 127.5).round().byte().cpu())
             real = ImageSet(test.images)
             value = _measure("fd", ImageSet(torch.cat(made)), real, 0, model.torch_device)
             seen[step] = self.distances[step], value

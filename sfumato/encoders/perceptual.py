@@ -144,6 +144,13 @@ class Perceptual(nn.Module):
         self.register_buffer("gain", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a certificate says of it: whoever trusts in a guarantee has to know what was taken as public."""
+        card = self.card
+        about = {"name": card.name, "network": card.network, "sha256": self.sha256}
+        return {**about, "trained_on": card.trained_on, "licence": card.licence}
+
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
         pixels = images * self.gain + self.shift
         return activations(self.network, pixels.to(next(self.network.parameters()).dtype))

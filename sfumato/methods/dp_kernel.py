@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.encoders import Perceptual, load_perceptual
 from sfumato.encoders.scattering import Scattering
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, Latent, Training, warm_cosine
@@ -43,7 +44,8 @@ INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
 LESSON_EPOCHS = 3  # how often a network sees the images that it is taught on
-TAUGHT_GROUP = 4  # taught maps that are normalised together
+MAP_GROUP = 4  # maps of a network that are normalised together
+LEAST_ACROSS = 4  # pixels of an encoder's map
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
 VARIANTS = ("conditional", "parallel")
 FORMS = ("pathwise", "gp", "nystrom", "published")
@@ -66,7 +68,9 @@ class KernelGenerator(GeneratorMethod):
     variant: one generator that knows all classes, or `parallel`, one for each. paths: releases of the pathwise form.
     pixels, scattering, taught: bandwidths of the Gaussian kernels on pixels, on scattering coefficients and on taught
     features, all of norm one (`gp` and `nystrom` take the first two as one vector, and the second's bandwidths).
-    scattering_share: part of the first path's frequencies. window: sizes of windows, in image sides. features: number
+    scattering_share: part of the first path's frequencies, the others are on pixels. encoder: a public network, as
+    `load_perceptual` takes it, whose last maps are looked at by half of the first path's frequencies, with bandwidths
+    as for taught features; none by default. window: sizes of windows, in image sides. features: number
     of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
     network is taught on. steps: in all. sampling_prob: q.
     network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
@@ -74,7 +78,7 @@ class KernelGenerator(GeneratorMethod):
 
     key: ClassVar[str] = "dp-kernel"
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
-    summary: ClassVar[str] = "a generator that follows a noisy kernel mean of scattering coefficients"
+    summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and taught features"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share"})
 
     form: str = "pathwise"
@@ -88,6 +92,7 @@ class KernelGenerator(GeneratorMethod):
     scattering: tuple[float, float] = (0.3, 1.0)
     taught: tuple[float, float] = (0.3, 1.0)
     scattering_share: float = 0.5
+    encoder: str = ""
     window: tuple[float, float] = (0.05, 1.0)
     lessons: int = 12_000
     batch_size: int = 300
@@ -109,6 +114,8 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if not self.scattering_share <= 1:
+            raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
         return super().validate()
 
     @property
@@ -164,9 +171,7 @@ class KernelGenerator(GeneratorMethod):
         """Of a path: the first looks at pixels and scattering coefficients, others at what a network was taught."""
         vectors, like = training.vectors, torch.zeros(1, *training.shape, device=self.torch_device)
         if number > 0 and training.classes > 1:
-            taught = training.taught(self.lessons)
-            maps = taught.maps(like).shape[1:]
-            parts = [Part(taught, Windowed((maps[0], maps[1], maps[2]), self.taught, self.window))]
+            parts = [self._seen(training.taught(self.lessons), like)]
         else:
             scattering = Windowed(vectors.maps, self.scattering, self.window)
             pixels = Windowed(training.shape, self.pixels, self.window, PIXEL_NORM, CORRELATION_LENGTH)
@@ -174,7 +179,20 @@ class KernelGenerator(GeneratorMethod):
                 Part(vectors.scattering, scattering, self.scattering_share),
                 Part(vectors.pixels, pixels, 1 - self.scattering_share),
             ]
+            if self.encoder:
+                parts.append(self._seen(Encoded(self._perceptual(), training.shape), like))
         return Frequencies([part for part in parts if part.weight > 0], self.features, like, training.generator)
+
+    def _seen(self, maps: Maps, like: torch.Tensor) -> Part:
+        """A kernel on what a network sees."""
+        channels, height, width = maps.maps(like).shape[1:]
+        return Part(maps, Windowed((channels, height, width), self.taught, self.window))
+
+    def _perceptual(self) -> Perceptual:
+        return load_perceptual(self.encoder, self.torch_device)
+
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
+        return {"encoder": self._perceptual().facts} if self.encoder else {}
 
     def _train_exactly(self, vault: Vault, training: Following) -> None:
         """At each step the function's derivatives at some generated images, exact in their joint law."""
@@ -260,11 +278,32 @@ class Following(Training):
         self.descend((self.each / (self.each - 1) * made.square() - 2 * made * wanted).sum())
 
 
-class Taught(nn.Module):
-    """What a small CNN sees after it has learned to tell public images apart: its last maps, as vectors of norm one."""
+class Maps(nn.Module):
+    """Maps of a network as vectors of norm one: normalised in small groups, divided by the root of their number."""
+
+    def __init__(self, maps: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.maps = maps
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps = self.maps(images)
+        groups = max(1, maps.shape[1] // MAP_GROUP)
+        return functional.group_norm(maps, groups).flatten(1) / math.sqrt(maps[0].numel())
+
+
+class Encoded(Maps):
+    """What a public network sees: the last of its activations that still says where."""
+
+    def __init__(self, encoder: Perceptual, shape: tuple[int, int, int]) -> None:
+        sides = [min(of[1:]) for of in encoder.shapes(shape)]
+        last = max(place for place, side in enumerate(sides) if side >= min(LEAST_ACROSS, max(sides)))
+        super().__init__(lambda images: encoder(images)[last])
+
+
+class Taught(Maps):
+    """What a small CNN sees after it has learned to tell public images apart: its last maps."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, classes: int, generator: torch.Generator) -> None:
-        super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator, device=generator.device)))
             network = small_cnn((images.shape[1], images.shape[2], images.shape[3]), classes).to(images.device)
@@ -277,11 +316,7 @@ class Taught(nn.Module):
                 optimizer.step()
         assert isinstance(network, nn.Sequential)
         head = next(place for place, layer in enumerate(network) if isinstance(layer, nn.Flatten))
-        self.maps = network[:head].eval().requires_grad_(False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        maps = self.maps(images)
-        return functional.group_norm(maps, maps.shape[1] // TAUGHT_GROUP).flatten(1) / math.sqrt(maps[0].numel())
+        super().__init__(network[:head].eval().requires_grad_(False))
 
 
 class Vectors(nn.Module):

@@ -64,7 +64,7 @@ class PerceptualEmbedding(GeneratorMethod):
     paper: ClassVar[str] = "Harder et al., TMLR 2023"
     summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
 
-    encoder: str = "auto"
+    encoder: str = "scattering"
     moments: int = 2
     stopping: bool = True
     snapshots: int = 10
@@ -153,11 +153,7 @@ class PerceptualEmbedding(GeneratorMethod):
         name = ENCODERS[public.shape[0]] if self.encoder == "auto" else self.encoder
         precision = torch.bfloat16 if self.torch_device.type == "cuda" else torch.float32
         encoder = load_perceptual(name, self.torch_device, precision)
-        card = encoder.card
-        facts = {"name": card.name, "network": card.network, "sha256": encoder.sha256}
-        return Embedding(
-            encoder, encoder.dimension(public.shape), {**facts, "trained_on": card.trained_on, "licence": card.licence}
-        )
+        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts)
 
     # -- what the noise does --------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sfumato.data import ImageSet, load_images
+from sfumato.data import DataError, ImageSet, load_images
+from sfumato.encoders import load_perceptual
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.dp_kernel import KernelGenerator, Taught, Vectors, published_loss, smooth_images
+from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Taught, Vectors, published_loss, smooth_images
 from sfumato.methods.registry import load
 from sfumato.privacy import Vault
 
@@ -124,6 +125,19 @@ def test_networks_are_taught_by_generated_images_only(few_digits: ImageSet, monk
     assert [event["times"] for event in model.certificate_.events if event["name"] == "sums"] == [3]
 
 
+def test_a_public_encoder_is_looked_through_and_named(encoder: str, few_digits: ImageSet) -> None:
+    model = KernelGenerator(**{**QUICK, "encoder": encoder}).fit(few_digits)
+    assert model.certificate_.public_facts["encoder"]["trained_on"] == "random numbers"
+    seen = Encoded(load_perceptual(encoder), few_digits.shape)
+    images = few_digits.images[:9].float() / 127.5 - 1
+    rows = seen(images)
+    assert rows.shape == (9, seen.maps(images)[0].numel())
+    assert 0.5 < rows.norm(dim=1).min() <= rows.norm(dim=1).max() <= 1 + 1e-6
+    assert min(seen.maps(images).shape[2:]) == 4
+    with pytest.raises(DataError, match="nowhere"):
+        KernelGenerator(**{**QUICK, "encoder": "nowhere.safetensors"}).fit(few_digits)
+
+
 @pytest.mark.parametrize("variant", ["conditional", "parallel"])
 def test_variants_are_saved_and_loaded(variant: str, few_digits: ImageSet, tmp_path: Path) -> None:
     model = KernelGenerator(**{**QUICK, "variant": variant}).fit(few_digits)
@@ -140,6 +154,10 @@ def test_one_class_has_nothing_to_be_taught(few_digits: ImageSet) -> None:
 def test_forms_are_named() -> None:
     with pytest.raises(ValueError, match="form must be one of pathwise, gp, nystrom, published"):
         KernelGenerator(form="exact").validate()
+    with pytest.raises(ValueError, match="variant must be one of conditional, parallel"):
+        KernelGenerator(variant="serial").validate()
+    with pytest.raises(ValueError, match="scattering_share must lie between 0 and 1"):
+        KernelGenerator(scattering_share=1.5).validate()
 
 
 def test_it_learns_digits(digits: ImageSet) -> None:

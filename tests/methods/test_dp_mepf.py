@@ -12,8 +12,6 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
-from sfumato.encoders import PerceptualCard, save_perceptual
-from sfumato.encoders.perceptual import NETWORKS
 from sfumato.encoders.weights import sha256_of
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
@@ -21,7 +19,6 @@ from sfumato.methods.dp_mepf import CONFIDENCE, Matching, Nearest, PerceptualEmb
 from sfumato.methods.generating import Training
 
 FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
-CARD = PerceptualCard("tiny", "small", "random numbers", "Apache-2.0", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 QUICK: dict[str, Any] = {
     "encoder": "scattering",
     "steps": 4,
@@ -32,17 +29,6 @@ QUICK: dict[str, Any] = {
     "epsilon": 5.0,
     "secure": False,
 }
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small network with random weights, as a file with its card."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        state = NETWORKS["small"]().state_dict()
-    path = tmp_path_factory.mktemp("encoder") / "tiny.safetensors"
-    save_perceptual(path, CARD, state)
-    return str(path)
 
 
 @pytest.fixture(params=["scattering", "network"])
