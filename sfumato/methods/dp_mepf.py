@@ -4,12 +4,13 @@ The idea: what a public network sees in images, all of its activations, describe
 pixels. Release the noisy means of these activations, and of their squares, once for each class; fit a generator whose
 images have the same means. Everything after the release is post-processing.
 
-Released, once each: the sums over each class of phi_1, all activations divided by their norm, and of phi_2, their
-squares divided by theirs (Eq. 5 and 6); with `stopping`, of the same for the last layer alone, pooled, at ten times the
-noise (section 3.2); noisy class counts unless sizes are declared public.
+Released, once: the sums over each class of phi_1, all activations divided by their norm, and of phi_2, their squares
+divided by theirs (Eq. 5 and 6); with `stopping`, of the same for the last layer alone, pooled, at ten times the noise
+(section 3.2); noisy class counts unless sizes are declared public. The moments are one row, with a tenth of the pooled
+ones at its end: the privacy of that is what the parts would cost as releases of their own, in one pass over the images.
 Public: image shape, class names; the encoder, whose checksum and training data the certificate names.
-Events: Gaussian releases on all the data, composed exactly; classes are blocks of one vector. No entry of a row is
-negative, so that replacing an image moves a sum by sqrt(2), not by the paper's 2.
+Events: one Gaussian release on all the data, and that of the counts, composed exactly; classes are blocks of a vector.
+No entry of a row is negative, so that replacing an image moves a sum by sqrt(2) times its bound, not by the paper's 2.
 
 All classes are divided by the same number m of images, as in Eq. 6, and a class's generated mean is multiplied by its
 share of m. That is the kernel distance between images with labels; and as the noise is the same in all sums, it weighs
@@ -37,7 +38,7 @@ from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
-STOPPING_WEIGHT = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
+STOPPING = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
 LARGEST_SIDE = 128
 LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
@@ -88,11 +89,13 @@ class PerceptualEmbedding(GeneratorMethod):
             raise DataError(
                 f"dp-mepf is for images of up to {LARGEST_SIDE} pixels a side; pass a smaller size (--size 64)"
             )
-        counts = [] if public.sizes else [Release("counts", weight=COUNTS_WEIGHT, nonnegative=True)]
-        moments = [Release(f"moment{power}", nonnegative=True) for power in self._powers]
-        # One sum of both moments side by side, of norm sqrt(moments): as two sums with the whole weight each.
-        weight = STOPPING_WEIGHT / math.sqrt(self.moments)
-        return [*counts, *moments, *([Release("stopping", weight=weight, nonnegative=True)] if self.stopping else [])]
+        counts = [] if public.sizes else [Release("counts", weight=COUNTS_WEIGHT * self._bound, nonnegative=True)]
+        return [*counts, Release("moments", nonnegative=True)]
+
+    @property
+    def _bound(self) -> float:
+        """Norm of a row: a moment has norm one."""
+        return math.sqrt(self.moments * (1 + self.stopping / STOPPING**2))
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         return {"encoder": self._embedding(public).facts}
@@ -105,15 +108,13 @@ class PerceptualEmbedding(GeneratorMethod):
         counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
         self.counts_ = counts.float().clamp_min(1)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
-        means = [
-            vault.sum(partial(embedding.rows, power=power), release=f"moment{power}", bound=1.0, by_class=True) / total
-            for power in self._powers
-        ]
-        pooled = partial(embedding.pooled, powers=self._powers)
+        rows = partial(embedding.rows, powers=self._powers, stopping=self.stopping)
+        sums = vault.sum(rows, release="moments", bound=self._bound, by_class=True) / total
+        means = [sums[:, embedding.dimension * place :][:, : embedding.dimension] for place in range(self.moments)]
         nearest = None
         if self.stopping:
-            sums = vault.sum(pooled, release="stopping", bound=math.sqrt(self.moments), by_class=True)
-            nearest = Nearest(pooled, sums / total, shares)
+            last = sums[:, embedding.dimension * self.moments :] * STOPPING
+            nearest = Nearest(partial(embedding.pooled, powers=self._powers), last, shares)
         self._fit_generator(public, embedding, means, shares, nearest)
 
     def _fit_generator(
@@ -159,7 +160,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         """Propositions 4.1 to 4.3, in their finite form (appendix A), for as many images as are declared or typical."""
-        noise, dimension = self.plan(public)["moment1"].noise, self._embedding(public).dimension
+        noise, dimension = self.plan(public)["moments"].noise * self._bound, self._embedding(public).dimension
         coordinates = self.moments * len(public.classes) * dimension
         lines = [
             f"noise moves {coordinates:,} coordinates of the mean embedding by {noise:.4g} / m each, for m images; "
@@ -183,14 +184,15 @@ class Embedding:
     dimension: int
     facts: dict[str, Any]
 
-    def rows(self, images: torch.Tensor, power: int) -> torch.Tensor:
-        """phi_1, or phi_2: of norm one, or zero."""
-        return _moment(self.maps(images), power)
+    def rows(self, images: torch.Tensor, powers: range, stopping: bool) -> torch.Tensor:
+        """phi_1, and phi_2, each of norm one (or zero); then a tenth of those of the last map's means."""
+        maps = self.maps(images)
+        parts = [_moment(maps, power) for power in powers]
+        return torch.cat([*parts, _pooled(maps, powers) / STOPPING] if stopping else parts, 1)
 
     def pooled(self, images: torch.Tensor, powers: range) -> torch.Tensor:
-        """The same of the last map's means, powers side by side."""
-        last = self.maps(images)[-1].float().mean((2, 3), keepdim=True)
-        return torch.cat([_moment([last], power) for power in powers], 1)
+        """Moments of the last map's means, side by side."""
+        return _pooled(self.maps(images), powers)
 
 
 class Matching:
@@ -276,6 +278,11 @@ def _moment(maps: list[torch.Tensor], power: int) -> torch.Tensor:
     """All entries of the maps to that power, divided by their norm; zero where all of them are."""
     flat = torch.cat([values.flatten(1).float() for values in maps], 1)
     return functional.normalize(flat if power == 1 else flat.square(), dim=1)
+
+
+def _pooled(maps: list[torch.Tensor], powers: range) -> torch.Tensor:
+    last = maps[-1].float().mean((2, 3), keepdim=True)
+    return torch.cat([_moment([last], power) for power in powers], 1)
 
 
 def _scattering(shape: tuple[int, int, int], device: torch.device) -> Embedding:
