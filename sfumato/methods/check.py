@@ -34,7 +34,7 @@ from sfumato.privacy.budget import ADJACENCIES
 
 FAILURE = 1e-9  # chance that a sound method fails a noise test
 RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
-SLACK = 1e-4  # relative, for the rounding of rows beside other rows (the vault's margin is as wide)
+SLACK = 1e-4  # relative, for the rounding of rows beside other rows; the radius has a margin of its own for that
 
 
 class UnsoundError(AssertionError):

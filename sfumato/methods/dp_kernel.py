@@ -114,6 +114,8 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if self.encoder and self.form != "pathwise":
+            raise ValueError(f"encoder is for the pathwise form, not for {self.form}")
         if not self.scattering_share <= 1:
             raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
         return super().validate()
@@ -152,12 +154,14 @@ class KernelGenerator(GeneratorMethod):
 
     def _train_pathwise(self, vault: Vault, training: Following) -> None:
         """Release a path, follow all there are; again, on features taught by what that made."""
-        expected = (self.sampling_prob * self.counts_)[:, None]
-        stages = self._stages
+        expected, stages = (self.sampling_prob * self.counts_)[:, None], self._stages
+        encoder = self._perceptual() if self.encoder else None
+        if encoder is not None:
+            self._confirm(vault, encoder.facts)
         for step in track(self.steps, "generator"):
             stage, place = divmod(step * stages, self.steps)
             if stage == len(training.paths):
-                features = self._frequencies(training, stage)
+                features = self._frequencies(training, stage, encoder)
                 sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
                 training.add(features, sums / expected)
             training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
@@ -167,7 +171,7 @@ class KernelGenerator(GeneratorMethod):
     def _stages(self) -> int:
         return min(self.paths, self.steps)
 
-    def _frequencies(self, training: Following, number: int) -> Frequencies:
+    def _frequencies(self, training: Following, number: int, encoder: Perceptual | None) -> Frequencies:
         """Of a path: the first looks at pixels and scattering coefficients, others at what a network was taught."""
         vectors, like = training.vectors, torch.zeros(1, *training.shape, device=self.torch_device)
         if number > 0 and training.classes > 1:
@@ -179,8 +183,8 @@ class KernelGenerator(GeneratorMethod):
                 Part(vectors.scattering, scattering, self.scattering_share),
                 Part(vectors.pixels, pixels, 1 - self.scattering_share),
             ]
-            if self.encoder:
-                parts.append(self._seen(Encoded(self._perceptual(), training.shape), like))
+            if encoder is not None:
+                parts.append(self._seen(Encoded(encoder, training.shape), like))
         return Frequencies([part for part in parts if part.weight > 0], self.features, like, training.generator)
 
     def _seen(self, maps: Maps, like: torch.Tensor) -> Part:

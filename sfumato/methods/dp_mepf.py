@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import load_perceptual
@@ -39,6 +38,7 @@ from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
 STOPPING = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
+FLOOR = 1e-3  # a norm far above rounding, and far below that of what a network sees in an image
 LARGEST_SIDE = 128
 LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
@@ -102,9 +102,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         embedding = self._embedding(public)
-        stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if stated.get("encoder") != embedding.facts:
-            raise DataError("the encoder's file was changed under way; nothing was spent, start again")
+        self._confirm(vault, embedding.facts)
         counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
         self.counts_ = counts.float().clamp_min(1)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
@@ -275,9 +273,10 @@ def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, f
 
 
 def _moment(maps: list[torch.Tensor], power: int) -> torch.Tensor:
-    """All entries of the maps to that power, divided by their norm; zero where all of them are."""
+    """All entries of the maps to that power, divided by their norm; what is nothing but rounding stays small."""
     flat = torch.cat([values.flatten(1).float() for values in maps], 1)
-    return functional.normalize(flat if power == 1 else flat.square(), dim=1)
+    flat = flat if power == 1 else flat.square()
+    return flat / (flat.square().sum(1, keepdim=True) + FLOOR ** (2 * power)).sqrt()
 
 
 def _pooled(maps: list[torch.Tensor], powers: range) -> torch.Tensor:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from sfumato.data import PublicFacts
+from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.generator import NETWORKS, PerClass, refresh_batch_norm
+from sfumato.privacy import Vault
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,6 +46,12 @@ class GeneratorMethod(Synthesizer):
             else:
                 network = NETWORKS[self.network](public.shape, classes, **sizes)
         return network.to(self.torch_device)
+
+    def _confirm(self, vault: Vault, encoder: dict[str, Any]) -> None:
+        """Raises if the encoder at hand is not the one that the ledger names."""
+        stated = (vault.ledger.opening or {}).get("public_facts", {})
+        if stated.get("encoder") != encoder:
+            raise DataError("the encoder's file was changed under way; nothing was spent, start again")
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()

@@ -119,6 +119,7 @@ class Vault:
         self._widths: dict[str, int] = {}
         self._turns = itertools.count()
         self._public: torch.Tensor | None = None
+        self._passes = 1
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -172,7 +173,8 @@ class Vault:
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
 
-        Guarantee: nothing leaves; same ledger, same plan, same reservations.
+        Guarantee: nothing leaves; same ledger, same plan, same reservations. Rounding by place (`_rows`) can move a
+        second record here, for good; sums of what is mapped have twice the margin.
         """
         shape = self._row_shape(transform)
         home = self._images.device
@@ -184,7 +186,7 @@ class Vault:
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
         mapped._images, mapped._widths = kept, {}
-        mapped._batch_size = MAPPED * self._batch_size
+        mapped._batch_size, mapped._passes = MAPPED * self._batch_size, self._passes + 1
         return mapped
 
     def remaining(self, release: str) -> int:
@@ -252,7 +254,10 @@ class Vault:
                 long = torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > radius
                 rows.masked_fill_(long, 0)  # none is: rows are within `steps` but for rounding, far below one
             total += self._membership(index, groups).T @ rows
-        return (total if query.by_class else total[0]), unit, radius * (1 + PLACE_MARGIN)
+        radius = radius * (1 + self._passes * PLACE_MARGIN) + (
+            math.sqrt(width) if query.secure else 0.0
+        )  # it is cut to units, too
+        return (total if query.by_class else total[0]), unit, radius
 
     def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
         """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
@@ -377,7 +382,7 @@ class Vault:
             turned = None if labels is None else labels.flip(0)
             moved = self._apply(feature, images.flip(0), turned, next(self._turns))[0].flip(0)
             with torch.no_grad():
-                together = feature(*(tensor for tensor in (images, labels) if tensor is not None)).detach()
+                together = feature(*(tensor.clone() for tensor in (images, labels) if tensor is not None)).detach()
         except RuntimeError as error:
             raise ValueError(
                 "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
@@ -456,7 +461,12 @@ class Vault:
         random order. So if a device rounds by place in a batch, one record more still moves only one other record: a
         random order of n + 1 is one of n with the new record at a random place and whoever stood there at the end.
         """
-        turn, failure, first, changed = next(self._turns), "", None, torch.zeros((), device=self.device)
+        turn, failure, first, changed = (
+            next(self._turns),
+            "",
+            None,
+            torch.zeros((), dtype=torch.float64, device=self.device),
+        )
         for number, index in enumerate(self._batches(shuffled(chosen))):
             labels = self._labels_of(index) if with_labels else None
             try:
@@ -469,9 +479,10 @@ class Vault:
                     "could hold pixels. It worked on public ones: does it depend on the values?"
                 )
             first = witness if first is None else first
-            changed = torch.maximum(changed, (witness - first).abs().max() / first.abs().max().clamp_min(1e-30))
+            apart, length = (torch.linalg.vector_norm(t.double()) for t in (witness - first, first))
+            changed = torch.maximum(changed, apart / length.clamp_min(1e-30))
             yield index, rows
-        if not changed <= MARGIN:  # after the last batch, when nothing has left yet
+        if not changed <= PLACE_MARGIN:  # after the last batch, when nothing has left yet
             raise RuntimeError(
                 "the feature map gave a public image another row in a later batch: it changes from call to call, and "
                 "how often it is called depends on how many images there are. What was paid for this sum is spent"
@@ -480,15 +491,17 @@ class Vault:
     def _apply(
         self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None, turn: int, number: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`feature` of each image of a batch by itself, and of a public image, always the same, at the end.
+        """`feature` of each image of a batch by itself, and of a public image among them, always the same.
 
         `turn` numbers the passes over images, `number` the batches of a pass.
 
         Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
         is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
         that depend on pixels are errors. So is a tensor that it kept from the call before, whether it computes with it
-        or returns it, since batches are filled up with public images to sizes that change from call to call. (What it
-        hides from PyTorch, it can mix; and how often it is called tells how many images there are, to the batch.)
+        or returns it, since batches are filled up with public images to sizes that change from call to call; one kept
+        for longer meets the public image and shows there (`_rows`), as does what changes within a pass. (What a feature
+        hides from PyTorch, it can mix; how often it is called tells how many images there are, to the batch; and what
+        changes between two passes only is not seen.)
 
         Sizes do not depend on the records, so that these do not change the shapes that the device computes with, nor
         the way it rounds, except as far as it rounds by place: the margin is for that.
@@ -502,14 +515,18 @@ class Vault:
 
         varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
         size = max(self._batch_size, self._tried) + 1 + 3 * varied + number % 3
-        inputs = [_filled(images, size, self._probes()[-1])]
+        # The public image stands at a place that changes, too: whoever stood there is at the end.
+        place = random.Random(f"{turn} {number}").randrange(self._batch_size)
+        order = torch.arange(size, device=self.device)
+        order[place], order[-1] = size - 1, place
+        inputs = [_filled(images, size, self._probes()[-1])[order]]
         if labels is not None:
-            inputs.append(_filled(labels, size, labels.new_zeros(())))
+            inputs.append(_filled(labels, size, labels.new_zeros(()))[order])
         with torch.no_grad():
             rows = torch.vmap(alone, randomness="error")(*inputs).detach()
         if len(rows) != size:
             raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
-        return rows[: len(images)], rows[-1]
+        return rows[order[: len(images)]], rows[place]
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""

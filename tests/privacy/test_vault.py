@@ -651,6 +651,34 @@ def test_a_feature_that_makes_rounding_large_is_refused() -> None:
     assert vault.ledger.charged("x") == 0
 
 
+class Longer:
+    """Adds the images of three calls ago: batches of a pass have every third size again."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        self.kept.append(images)
+        far = len(self.kept) > 8
+        return pixels(images + self.kept[-4] if far else images)
+
+
+def test_a_longer_memory_meets_the_public_image_and_shows() -> None:
+    vault = Vault(records(200), Budget(1), [Release("x")], batch_size=10)
+    with pytest.raises(RuntimeError, match=r"changes from call to call|failed on private images"):
+        vault.sum(Longer(), release="x", bound=1.0)
+
+
+def test_a_feature_may_write_to_what_it_is_given() -> None:
+    def halved(images: torch.Tensor) -> torch.Tensor:
+        return pixels(images.clone().mul_(0.5))
+
+    def in_place(images: torch.Tensor) -> torch.Tensor:
+        return pixels(images.mul_(0.5))
+
+    assert torch.allclose(exact(records(), in_place), exact(records(), halved), atol=1e-5)
+
+
 def test_a_newcomer_displaces_one_record() -> None:
     """What the proof says of a random order: that of n + 1 is that of n with one moved to the end."""
     orders = {tuple(shuffled(torch.arange(4)).tolist()) for _ in range(2000)}
