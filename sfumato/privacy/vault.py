@@ -461,12 +461,9 @@ class Vault:
         random order. So if a device rounds by place in a batch, one record more still moves only one other record: a
         random order of n + 1 is one of n with the new record at a random place and whoever stood there at the end.
         """
-        turn, failure, first, changed = (
-            next(self._turns),
-            "",
-            None,
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
+        turn, failure = next(self._turns), ""
+        first: torch.Tensor | None = None
+        changed = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, index in enumerate(self._batches(shuffled(chosen))):
             labels = self._labels_of(index) if with_labels else None
             try:
