@@ -57,7 +57,14 @@ from sfumato.privacy import Vault
 
 WARM_UP = 20  # steps, or as many as are timed if that is fewer
 EACH, CLASSES = 12, 10
-PAPER = {"loss": "moving", "network": "mepf", "latent": 90, "width": 64, "batch_size": EACH * CLASSES}
+PAPER = {
+    "layers": "paper",
+    "loss": "moving",
+    "network": "mepf",
+    "latent": 90,
+    "width": 64,
+    "batch_size": EACH * CLASSES,
+}
 MOMENTS = {2: "m1_and_m2", 1: "mean"}
 SUFFIX = {2: "", 1: ", first moment"}
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
