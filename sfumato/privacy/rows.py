@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from sfumato.privacy.sampling import shuffled
+from sfumato.privacy.sampling import shuffled, standard_normals
 
 Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to a row for each
 
@@ -194,10 +194,7 @@ class Rows:
                 raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
             return row[0].detach()
 
-        varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
-        size = max(self._batch_size, self._tried) + 1 + 3 * varied + number % 3
-        # The public image stands at a place that changes, too: whoever stood there is at the end.
-        place = random.Random(f"{turn} {number}").randrange(self._batch_size)
+        size, place = self._arrangement(turn, number, self._batch_size)
         order = torch.arange(size, device=self.device)
         order[place], order[-1] = size - 1, place
         inputs = [_filled(images, size, self._probes()[-1])[order]]
@@ -208,6 +205,81 @@ class Rows:
         if len(rows) != size:
             raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
         return rows[order[: len(images)]], rows[place]
+
+    def _arrangement(self, turn: int, number: int, records: int) -> tuple[int, int]:
+        """(size of a batch with room for so many records, place of the public image). Guarantee: no record is read."""
+        varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
+        size = max(records, self._tried) + 1 + 3 * varied + number % 3
+        # The public image stands at a place that changes, too: whoever stood there is at the end.
+        return size, random.Random(f"{turn} {number}").randrange(records)
+
+    def _lanes(self, chosen: torch.Tensor, by_class: bool, records: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Batch by batch the indices of the chosen records, [lanes, size], -1 where there is none; and a place.
+
+        There is one lane, or one for each class, and `records` in a lane. At the place, which changes, there is none.
+
+        Guarantee: that of `_rows`: a random order within each lane, so that one record more moves one other of its
+        lane; sizes do not depend on the records.
+        """
+        turn, order = next(self._turns), shuffled(chosen)
+        lanes = [order]
+        if by_class:
+            labels = torch.zeros_like(order) if self._labels is None else self._labels[order]
+            lanes = [order[labels == label] for label in range(len(self.classes))]
+        for number in range(-(-max(map(len, lanes)) // records)):
+            size, place = self._arrangement(turn, number, records)
+            index = torch.full((len(lanes), size), -1)
+            for row, lane in zip(index, lanes, strict=True):
+                here = lane[number * records : (number + 1) * records]
+                row[: len(here)] = here
+            index[:, -1], index[:, place] = index[:, place].clone(), -1
+            yield index, place
+
+    def _seated(
+        self, index: torch.Tensor, with_labels: bool, views: int, draws: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What a loss is given for indices [lanes, size]: images, labels, normals; and who is there at all.
+
+        Guarantee: where there is no record there is a public image, always the same.
+        """
+        present = index >= 0
+        chosen, there = index[present], present.to(self.device)
+        images = self._probes()[-1].expand(*index.shape, *self._images.shape[1:]).clone()
+        images[there] = self._batch(chosen)
+        inputs = [images]
+        if with_labels:
+            labels = torch.zeros(index.shape, dtype=torch.int64, device=self.device)
+            if len(index) > 1:
+                labels += torch.arange(len(index), device=self.device)[:, None]
+            labels[there] = self._labels_of(chosen)
+            inputs.append(labels)
+        if draws:
+            normals = self._public_normals(views, draws).expand(*index.shape, views, draws).clone()
+            normals[there] = self._normals(chosen, views * draws).unflatten(1, (views, draws))
+            inputs.append(normals)
+        return inputs, there
+
+    def _public_inputs(self, lanes: int, with_labels: bool, views: int, draws: int) -> list[torch.Tensor]:
+        """The public images in each lane, as `_seated` gives private ones."""
+        images, classes = self._probes(), len(self.classes)
+        inputs = [images.expand(lanes, *images.shape)]
+        if with_labels:
+            labels = torch.arange(len(images), device=self.device).expand(lanes, -1) % classes
+            inputs.append(torch.arange(lanes, device=self.device)[:, None] + 0 * labels if lanes > 1 else labels)
+        if draws:
+            normals = self._public_normals(len(images) * views, draws)
+            inputs.append(normals.reshape(len(images), views, draws).expand(lanes, -1, -1, -1))
+        return inputs
+
+    def _normals(self, index: torch.Tensor, count: int) -> torch.Tensor:
+        """Random numbers of these records. Guarantee: independent of each other and of everything else."""
+        return standard_normals(len(index), count, self.device)
+
+    def _public_normals(self, views: int, draws: int) -> torch.Tensor:
+        """Numbers that could be normal ones. Guarantee: fixed."""
+        spread = torch.arange(1, views * draws + 1, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+        normals: torch.Tensor = torch.special.ndtri(spread).float().reshape(views, draws)
+        return normals.to(self.device)
 
     def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
         """Classes of these records; without labels there is the one."""

@@ -6,8 +6,7 @@ no way to ask for anything else, except `unprotected`, which voids the guarantee
 
 What a method may do with an answer is unlimited: it is post-processing.
 
-Queries: `counts`, `sum`. The third kind, `gradient` (per-example clipped gradients, `gradients.py`), belongs
-beside them and is the same query with another row: it calls `_charge`, then `_noised`.
+Queries: `counts`, `sum`, and `gradient`, which is a sum of per-example clipped gradients (`gradients.py`).
 
 **A probability per class.** A sum may draw each class with a probability q_c of its own, none above the planned q, and
 is charged for q. That is enough: to draw with q_c is to draw with q and to keep with probability t = q_c / q. So with
@@ -22,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,12 +29,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
+from sfumato.privacy.gradients import Gradients, Loss
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.rows import PLACE_MARGIN, Feature, Records, Rows
+from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Feature, Records, Rows
 from sfumato.privacy.sampling import poisson_sample
 
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
@@ -88,6 +89,7 @@ class Vault(Rows):
         self._keep = keep
         self._reserved: dict[str, int] = {}
         self._widths: dict[str, int] = {}
+        self._rules: dict[str, tuple[Any, ...]] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -138,6 +140,60 @@ class Vault(Rows):
         exact, unit, radius = self._exact_sum(query)
         return self._keep_result(planned, question, self._noised(planned, exact, radius, secure) * unit)
 
+    def gradient(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        release: str,
+        bound: float | Mapping[str, float],
+        by_class: bool = False,
+        with_labels: bool = False,
+        views: int = 1,
+        draws: int = 0,
+        precision: torch.dtype = torch.float32,
+        at_once: int | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Noisy sum of per-example gradients, each clipped in L2, by the names and in the shapes of the parameters.
+
+        `loss(model, images, [labels], [normals])` gives one number per image. The gradients of trainable parameters
+        are clipped together to `bound`, or by groups to a bound each (`{"encoder": 1.0, "flow": 0.1}`: beginnings of
+        names). `by_class`, the parameters are stacked, [classes, ...] (`nets/stacked.py`): an image goes through its
+        class's network, which is what the loss gets, and moves that slice only. Each image is evaluated `views` times,
+        each time with `draws` standard normal numbers of its own, [images, draws]; the gradient of the mean is clipped.
+        `precision` is that of the network (bfloat16: by autocast); clipping and sums have float32 at least. `at_once`
+        bounds memory, whatever sample is drawn: so many images (of each class) at a time. The caller divides by public
+        numbers and takes the step.
+
+        Guarantee: adding or removing one record moves the exact sum by at most the root of the sum of squared bounds,
+        with margins for rounding (`_gradient_radius`); noise of `noise_multiplier` times that goes on all parameters,
+        which makes the charged event. See `gradients.py` for why that holds whatever the loss is.
+        """
+        planned = self._planned(release, None, None)
+        if self._secure(planned) or planned.nonnegative:
+            raise ValueError(f"release {release!r}: gradients need fast noise (times > 1, or secure=False) and signs")
+        if at_once is not None and at_once < 1:
+            raise ValueError(f"at_once must be a number of images, got {at_once}")
+        if views < 1 or draws < 0 or (views > 1 and not draws):
+            raise ValueError(f"{views} views with {draws} random numbers each: views must differ by something")
+        records = at_once or -(-self._batch_size // (len(self.classes) if by_class else 1))
+        engine = Gradients(
+            model,
+            loss,
+            bound,
+            classes=len(self.classes) if by_class else None,
+            views=views,
+            precision=precision,
+            device=self.device,
+        )
+        self._try_gradient(engine, planned, with_labels, views, draws)
+        self._charge(planned)
+        exact = torch.zeros(engine.lanes, engine.parameters, dtype=torch.float64, device=self.device)
+        for total in self._gradient_sums(engine, self._drawn(planned, None), records, with_labels, views, draws):
+            exact += total
+        noised = self._noised(planned, exact, self._gradient_radius(engine, records), False)
+        return engine.named(noised.detach().float())
+
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
 
@@ -153,7 +209,7 @@ class Vault(Rows):
             kept[index.to(home)] = rows.float().to(home)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._widths = kept, {}
+        mapped._images, mapped._widths, mapped._rules = kept, {}, {}
         mapped._batch_size, mapped._passes = MAPPED * self._batch_size, self._passes + 1
         return mapped
 
@@ -226,6 +282,39 @@ class Vault(Rows):
             math.sqrt(width) if query.secure else 0.0
         )  # it is cut to units, too
         return (total if query.by_class else total[0]), unit, radius
+
+    def _gradient_sums(
+        self, engine: Gradients, chosen: torch.Tensor, records: int, with_labels: bool, views: int, draws: int
+    ) -> Iterator[torch.Tensor]:
+        """Batch by batch the sum of clipped gradients. Guarantee: that of `_rows`, with `_lanes` and `clipped`."""
+        first: torch.Tensor | None = None
+        changed = torch.zeros((), dtype=torch.float64, device=self.device)
+        failure = ""
+        for index, place in self._lanes(chosen, engine.classes is not None, records):
+            try:
+                total, norms, losses = engine.clipped(*self._seated(index, with_labels, views, draws))
+            except Exception as error:
+                failure = type(error).__name__
+            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
+                raise RuntimeError(
+                    f"the loss failed on private images with a {failure}; what it said is not shown, as it could hold "
+                    "pixels. It worked on public ones: does it depend on the values?"
+                )
+            witness = torch.cat([norms[:, place].flatten(), losses[:, place]])
+            first = witness if first is None else first
+            apart = (witness - first).abs().max() / first.abs().max().clamp_min(1e-30)
+            changed = torch.maximum(changed, apart.double())
+            yield total
+        if not changed <= engine.margin:  # after the last batch, when nothing has left yet
+            raise RuntimeError(
+                "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
+                "often it is called depends on how many images there are. What was paid for this sum is spent"
+            )
+
+    def _gradient_radius(self, engine: Gradients, records: int) -> float:
+        """Guarantee: bounds a record's share of a computed sum. To the bound come a margin for the one record that it
+        displaces (`_lanes`), and one for the rounding of a float32 sum of so many rows in each of the two batches."""
+        return engine.radius * (1 + self._passes * engine.margin + math.pow(records, 1.5) * 2.0**-23)
 
     def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
         """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
@@ -333,6 +422,49 @@ class Vault(Rows):
         if self._reserved.get(release.name, 0) < 1 or release.name not in self._widths:
             self._widths[release.name] = self._row_shape(feature, with_labels).numel()
         return self._widths[release.name]
+
+    def _try_gradient(self, engine: Gradients, release: Release, with_labels: bool, views: int, draws: int) -> None:
+        """Tries a loss on public images, when it is new: as `_row_shape` does for a feature map.
+
+        Guarantee: no private record is read.
+        """
+        structure, calls = self._rules.get(release.name, (None, ()))
+        if structure == engine.structure:
+            engine.calls = calls
+            return
+        inputs = self._public_inputs(engine.lanes, with_labels, views, draws)
+        turned = [part.flip(1) for part in inputs]
+        there = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self.device)
+        try:
+            engine.find_rules(inputs)
+            (total, norms, alone), (_, same, _) = (engine.clipped(inputs, there) for _ in range(2))
+            moved = engine.clipped(turned, there)[1].flip(1)
+            together = engine.losses(inputs)
+        except RuntimeError as error:
+            raise ValueError(
+                "this loss cannot be taken of images one by one (batch norm in training mode, dropout or other "
+                f"randomness, a decision that depends on pixels, a tensor kept from an earlier call?): {error}"
+            ) from None
+        if not (norms.isfinite().all() and alone.isfinite().all() and total.isfinite().all()):
+            raise ValueError("this loss has a NaN or infinity on random images; it cannot be checked")
+        largest = float(norms.max())
+        if not torch.allclose(norms, same, 0.0, REPEAT_MARGIN * largest):
+            raise ValueError(
+                "this loss gives another gradient when it is asked again: it counts its calls, or a network in it is "
+                "in training mode. How often it is called depends on how many images there are, so that must not show"
+            )
+        if together.shape != alone.shape or not torch.allclose(
+            alone, together, MARGIN, MARGIN * float(alone.abs().max())
+        ):
+            raise ValueError(
+                "this loss mixes the images of a batch, or is not one number per image: alone, an image has another "
+                "one. Gradients are taken one by one here, so that one image's influence is bounded"
+            )
+        if float((norms - moved).abs().max()) > engine.margin * largest:
+            raise ValueError(
+                "this loss makes rounding errors large: an image's gradient depends on its place in a batch"
+            )
+        self._rules[release.name] = (engine.structure, engine.calls)
 
     def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
