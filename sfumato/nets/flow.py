@@ -55,23 +55,27 @@ class Coupling(nn.Module):
 class RealNVP(nn.Module):
     """A density on vectors of `size` numbers (at least two), given a context of `context` numbers or none.
 
-    First each coordinate is shifted and scaled by a number of its own (or of its context: with a one-hot context, of
-    its class), then `couplings` follow, with fixed random permutations between them (from torch's random state).
+    First comes an affine map, of which each context has its own (with a one-hot context, each class): a shift and, if
+    `mixed`, a triangular matrix, else a scale for each coordinate. Alone it is a Gaussian with any covariance, which
+    few numbers say. Then follow `couplings`, with fixed random permutations (from torch's random state).
     """
 
-    def __init__(self, size: int, *, couplings: int, hidden: int, context: int = 0) -> None:
+    def __init__(self, size: int, *, couplings: int, hidden: int, context: int = 0, mixed: bool = True) -> None:
         super().__init__()
         if size < 2:
             raise ValueError(f"a flow needs vectors of at least 2 numbers, got {size}")
         self.size = size
-        self.log_scale = nn.Parameter(torch.zeros(max(1, context), size))
-        self.shift = nn.Parameter(torch.zeros(max(1, context), size))
+        kinds = max(1, context)
+        self.log_scale = nn.Parameter(torch.zeros(kinds, size))
+        self.shift = nn.Parameter(torch.zeros(kinds, size))
+        self.mix = nn.Parameter(torch.zeros(kinds, size, size)) if mixed else None
         self.couplings = nn.ModuleList(Coupling(size, hidden, context, torch.randperm(size)) for _ in range(couplings))
 
     def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normal numbers [N, size] for vectors [N, size], and log |det dz/dx| [N]."""
-        log_scale, shift = self._affine(context)
-        z, log_determinant = (x + shift) * log_scale.exp(), log_scale.sum(1)
+        log_scale, shift, mix = self._affine(context)
+        z, log_determinant = x - shift, -log_scale.sum(1)
+        z = z * torch.exp(-log_scale) if mix is None else z * torch.exp(-log_scale) + (mix @ z[:, :, None])[:, :, 0]
         for coupling in self.couplings:
             z, growth = coupling(z, context)
             log_determinant = log_determinant + growth
@@ -81,8 +85,12 @@ class RealNVP(nn.Module):
         """The vectors of these normal numbers."""
         for coupling in reversed(self.couplings):
             z = cast(Coupling, coupling).inverse(z, context)
-        log_scale, shift = self._affine(context)
-        return z * torch.exp(-log_scale) - shift
+        log_scale, shift, mix = self._affine(context)
+        if mix is None:
+            return z * torch.exp(log_scale) + shift
+        matrix = mix + torch.diag_embed(torch.exp(-log_scale))
+        x: torch.Tensor = torch.linalg.solve_triangular(matrix, z[:, :, None], upper=False)[:, :, 0] + shift
+        return x
 
     def log_prob(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
         """Exact log-density of each vector, [N]."""
@@ -90,7 +98,10 @@ class RealNVP(nn.Module):
         density: torch.Tensor = log_determinant - (z.square().sum(1) + self.size * LOG_TWO_PI) / 2
         return density
 
-    def _affine(self, context: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _affine(self, context: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logarithms of scales, shifts, and what is below the diagonal of the matrix; of one kind, or of each row's."""
+        below = None if self.mix is None else self.mix.tril(-1)
         if context is None:
-            return self.log_scale, self.shift
-        return context @ self.log_scale, context @ self.shift
+            return self.log_scale, self.shift, below
+        mix = None if below is None else (context @ below.flatten(1)).view(-1, self.size, self.size)
+        return context @ self.log_scale, context @ self.shift, mix

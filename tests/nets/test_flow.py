@@ -38,7 +38,7 @@ def test_the_inverse_is_one_and_the_determinant_that_of_the_jacobian(size: int, 
 
 def test_the_density_integrates_to_one() -> None:
     flow = shaken(2)
-    side = torch.linspace(-40, 40, 1601, dtype=torch.float64)
+    side = torch.linspace(-80, 80, 2001, dtype=torch.float64)
     grid = torch.cartesian_prod(side, side)
     with torch.no_grad():
         density = flow.log_prob(grid).exp()
@@ -47,14 +47,20 @@ def test_the_density_integrates_to_one() -> None:
 
 def test_it_begins_as_the_standard_normal_and_an_affine_map_is_known() -> None:
     flow = RealNVP(4, couplings=3, hidden=8).double()
+    assert flow.mix is not None
     x = torch.randn(9, 4, dtype=torch.float64)
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     assert torch.allclose(flow.log_prob(x), normal.log_prob(x).sum(1))
     with torch.no_grad():
-        flow.log_scale.fill_(-math.log(3.0))
-        flow.shift.fill_(-5.0)
+        flow.log_scale.fill_(math.log(3.0))
+        flow.shift.fill_(5.0)
     wide = torch.distributions.Normal(torch.tensor(5.0, dtype=torch.float64), 3.0)
     assert torch.allclose(flow.log_prob(x), wide.log_prob(x).sum(1))
+    with torch.no_grad():
+        flow.mix.copy_(torch.randn(1, 4, 4))
+    matrix = flow.mix[0].detach().tril(-1) + torch.eye(4, dtype=torch.float64) / 3
+    tilted = torch.distributions.MultivariateNormal(torch.full((4,), 5.0).double(), precision_matrix=matrix.T @ matrix)
+    assert torch.allclose(flow.log_prob(x), tilted.log_prob(x))
 
 
 def test_classes_have_densities_of_their_own() -> None:
