@@ -25,6 +25,7 @@ hockey-stick divergence is jointly convex.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,10 +43,12 @@ from sfumato.privacy.rows import PLACE_MARGIN
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
-COARSE = 5  # times the margin for rounding where a network computes with less than float32
+COARSE = 5  # times larger margins for rounding where a network computes with less than float32
 LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into float32
+STIR = 0.02  # standard deviation
 RULE_MARGIN = 1e-3  # relative, between a layer's gradient by its rule and by differentiation
 CANCELLED = 1e-8  # of (sum_t |l_t| |r_t|)^2: added to squared norms, for what rounding leaves of terms that cancel
+SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
 CHEAPER = 4  # times fewer operations: then a gradient is not written down
 
 
@@ -59,6 +62,10 @@ class Call:
     geometry: tuple[tuple[int, ...], ...]  # of a convolution: kernel, stride, padding, dilation
     shape: tuple[int, ...]  # of what comes out for one record, its views first
     dtype: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class _Taps(TorchFunctionMode):
@@ -130,7 +137,11 @@ class Gradients:
     @property
     def margin(self) -> float:
         """Of a bound: by which a gradient may come out otherwise at another place of a batch, by rounding."""
-        return PLACE_MARGIN if self._precision == torch.float32 else COARSE * PLACE_MARGIN
+        return PLACE_MARGIN * self.coarseness
+
+    @property
+    def coarseness(self) -> int:
+        return 1 if self._precision == torch.float32 else COARSE
 
     @property
     def radius(self) -> float:
@@ -139,9 +150,11 @@ class Gradients:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All that rules depend on, but for the loss."""
+        """All that rules depend on, but for values."""
         shapes = tuple((name, tuple(weight.shape)) for name, weight in self.weights.items())
-        return shapes, self.classes, self._views, self._precision
+        loss = getattr(self._whole.loss, "__func__", self._whole.loss)
+        code = getattr(loss, "__code__", type(loss))  # the same for a lambda that is written in a loop
+        return shapes, type(self._whole.model), code, self.classes, self._views, self._precision
 
     def clipped(
         self, inputs: Sequence[torch.Tensor], present: torch.Tensor
@@ -153,6 +166,11 @@ class Gradients:
         Guarantee: each lane's sum is one of rows, each computed from one record, of norm at most the bound of each
         group, up to the rounding of float32.
         """
+        if self.lanes > 1 and self._device.type == "cpu":  # one by one: side by side they would only be moved about
+            lanes = [(self._lane(lane), [part[lane : lane + 1] for part in inputs]) for lane in range(self.lanes)]
+            made = [engine.clipped(some, present[lane : lane + 1]) for lane, (engine, some) in enumerate(lanes)]
+            total, norms, losses = (torch.cat(pieces) for pieces in zip(*made, strict=True))
+            return total, norms, losses
         parts, losses = self._parts(inputs)
         squares = {name: part.squares() for name, part in parts.items()}
         factors: Tensors = {}
@@ -167,6 +185,13 @@ class Gradients:
         total = torch.cat([parts[name].total(factors[name]) for name in self.weights], 1)
         return total, torch.stack(list(squares.values()), -1).sqrt(), losses
 
+    def _lane(self, lane: int) -> Gradients:
+        """The engine of one of the networks side by side."""
+        alone = copy.copy(self)
+        alone.weights, alone._fixed = ({n: t[lane] for n, t in some.items()} for some in (self.weights, self._fixed))
+        alone.classes = None
+        return alone
+
     def named(self, flat: torch.Tensor) -> Tensors:
         """[lanes, parameters] by name, in the shapes of the parameters."""
         sizes = [weight[0].numel() if self.classes else weight.numel() for weight in self.weights.values()]
@@ -177,21 +202,33 @@ class Gradients:
         }
 
     def find_rules(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Which layers' gradients are had by rule: those where it gives what differentiation gives.
+        """Which layers' gradients are had by rule: those where it gives what differentiation gives, and pays.
+
+        Weights are moved a little for that: many networks begin with zeros that hide what they do.
 
         Guarantee: `inputs` are public.
         """
-        precision, self._precision = self._precision, torch.float32
-        found = self._discover(inputs)
-        self.calls = ()
-        plain = {name: part.whole() for name, part in self._parts(inputs)[0].items()}
-        self.calls = found
-        ruled = {name: part.whole() for name, part in self._parts(inputs)[0].items()}
-        good = {name for name in plain if _close(plain[name], ruled[name])}
-        self._precision = precision
-        self.calls = tuple(
-            call for call in self._discover(inputs) if call.weight in good and (call.bias is None or call.bias in good)
-        )
+        trial = copy.copy(self)
+        generator = torch.Generator().manual_seed(0)
+        trial.weights = {
+            name: weight + STIR * torch.randn(weight.shape, generator=generator).to(weight)
+            for name, weight in self.weights.items()
+        }
+        calls: list[Call] = []
+        self._parts(inputs, calls)
+        seen: list[Call] = []
+        trial._precision = torch.float32
+        plain = {name: part.whole() for name, part in trial._parts(inputs, seen)[0].items()}
+        trial.calls = tuple(seen)
+        try:
+            ruled = {name: part.whole() for name, part in trial._parts(inputs)[0].items()}
+        except RuntimeError:  # a loss that differentiates its network keeps what goes into layers to itself
+            ruled = {}
+        left = {name for name in plain if name not in ruled or not _close(plain[name], ruled[name])}
+        left |= {name for call in calls if not self._pays(call) for name in call.names}
+        while more := {name for call in calls if left.intersection(call.names) for name in call.names} - left:
+            left |= more
+        self.calls = tuple(call for call in calls if not left.intersection(call.names))
 
     def losses(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """[lanes, n]: of each record, in the company of the others of its lane, which should make no difference."""
@@ -202,15 +239,27 @@ class Gradients:
             losses = self._call(state, [*seen, *(part.flatten(0, 1) for part in rest if part.ndim > 1)])
             return losses.reshape(len(images), self._views).float().mean(1)
 
-        with torch.no_grad(), self._cast():
+        with torch.no_grad():
             losses: torch.Tensor = self._over_lanes(together)(self._state(), *inputs).detach()
         return losses
 
+    def _pays(self, call: Call) -> bool:
+        """Whether a rule is faster than differentiation, as measured (`benchmarks/gradient_speed.py`)."""
+        if call.kind == "linear" or self._device.type != "cpu":
+            return True
+        kernel, stride, *_ = call.geometry
+        return math.prod(kernel) <= SPREAD * math.prod(stride)
+
     # -- one record ---------------------------------------------------------------------------------------
 
-    def _parts(self, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, _Part], torch.Tensor]:
-        """The gradient of each parameter for each record, in one form or the other, and losses [lanes, n]."""
-        by_rule = {name for call in self.calls for name in (call.weight, call.bias) if name}
+    def _parts(
+        self, inputs: Sequence[torch.Tensor], seen: list[Call] | None = None
+    ) -> tuple[dict[str, _Part], torch.Tensor]:
+        """The gradient of each parameter for each record, in one form or the other, and losses [lanes, n].
+
+        With `seen`, that will be the list of all layers that the loss uses.
+        """
+        by_rule = {name for call in self.calls for name in call.names}
 
         def one(state: Tensors, *record: torch.Tensor) -> Any:
             direct = {name: state[name] for name in self.weights if name not in by_rule}
@@ -218,11 +267,14 @@ class Gradients:
 
             def value(direct: Tensors, zeros: Sequence[torch.Tensor]) -> Any:
                 now = {**state, **direct}
-                with _Taps({name: now[name] for name in self.weights}, self.calls, zeros) as taps, self._cast():
+                expected = self.calls if seen is None else None
+                with _Taps({name: now[name] for name in self.weights}, expected, zeros) as taps, self._cast():
                     losses = self._call(now, self._seen(record))
                 if losses.shape != (self._views,):
                     raise ValueError(f"a loss must give one number per image, got {tuple(losses.shape)}")
-                if tuple(taps.calls) != self.calls:
+                if seen is not None:
+                    seen[:] = taps.calls
+                elif tuple(taps.calls) != self.calls:
                     raise RuntimeError("a loss must use its layers in the same way each time")
                 mean = losses.float().mean()
                 return mean, (mean, taps.inputs)
@@ -238,21 +290,6 @@ class Gradients:
             for name, part in _by_rule(call, entered.detach().float(), slope.detach().float()):
                 parts[name] = parts[name].plus(part) if name in parts else part
         return {name: parts[name] for name in self.weights}, losses.detach()
-
-    def _discover(self, inputs: Sequence[torch.Tensor]) -> tuple[Call, ...]:
-        """The layers that a loss uses, in order."""
-        calls: list[Call] = []
-
-        def one(state: Tensors, *record: torch.Tensor) -> torch.Tensor:
-            with _Taps({name: state[name] for name in self.weights}, None) as taps, self._cast():
-                losses = self._call(state, self._seen(record))
-            calls[:] = taps.calls
-            return losses
-
-        with torch.no_grad():
-            batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
-            self._over_lanes(batched)(self._state(), *inputs)
-        return tuple(calls)
 
     def _over_lanes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of one network and its records, for all networks at once."""
@@ -289,10 +326,10 @@ class _Whole(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self._loss(self.model, *inputs)
+        return self.loss(self.model, *inputs)
 
 
 # -- a parameter's gradients, one for each record -------------------------------------------------------------
@@ -305,8 +342,8 @@ class _Written:
         self.each = each.float()
 
     def squares(self) -> torch.Tensor:
-        norms: torch.Tensor = torch.linalg.vector_norm(self.each.flatten(2), dim=2, dtype=torch.float64)
-        return norms.square()
+        norms: torch.Tensor = torch.linalg.vector_norm(self.each.flatten(2), dim=2)
+        return norms.double().square()
 
     def clear(self, bad: torch.Tensor) -> None:
         self.each = self.each.masked_fill(_like(bad, self.each), 0)

@@ -176,7 +176,7 @@ class Vault(Rows):
             raise ValueError(f"at_once must be a number of images, got {at_once}")
         if views < 1 or draws < 0 or (views > 1 and not draws):
             raise ValueError(f"{views} views with {draws} random numbers each: views must differ by something")
-        records = at_once or -(-self._batch_size // (len(self.classes) if by_class else 1))
+        records = at_once or self._batch_size
         engine = Gradients(
             model,
             loss,
@@ -453,8 +453,9 @@ class Vault(Rows):
                 "this loss gives another gradient when it is asked again: it counts its calls, or a network in it is "
                 "in training mode. How often it is called depends on how many images there are, so that must not show"
             )
+        margin = MARGIN * engine.coarseness
         if together.shape != alone.shape or not torch.allclose(
-            alone, together, MARGIN, MARGIN * float(alone.abs().max())
+            alone, together, margin, margin * float(alone.abs().max())
         ):
             raise ValueError(
                 "this loss mixes the images of a batch, or is not one number per image: alone, an image has another "
