@@ -45,6 +45,7 @@ COARSE = 5  # times larger margins for rounding where a network computes with le
 LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into float32
 STIR = 0.02  # standard deviation
 RULE_MARGIN = 1e-3  # relative, between a layer's gradient by its rule and by differentiation
+ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
 SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
 
 
@@ -69,6 +70,7 @@ class Gradients:
         self.groups = _groups(self.weights, bound)
         self.classes, self._views = classes, views
         self._device, self._precision = device, precision
+        self._apart = device.type == "cpu"  # lanes one by one: side by side they would only be moved about
         self._whole = _Whole(model, loss)
         self.calls: tuple[Call, ...] = ()  # to layers whose gradients are had by rule
 
@@ -184,7 +186,7 @@ class Gradients:
         Guarantee: each lane's sum is one of rows, each computed from one record, of norm at most the bound of each
         group, up to the rounding of float32.
         """
-        if self.lanes > 1 and self._device.type == "cpu":  # one by one: side by side they would only be moved about
+        if self.lanes > 1 and self._apart:
             lanes = [(self._lane(lane), [part[lane : lane + 1] for part in inputs]) for lane in range(self.lanes)]
             made = [engine.clipped(some, present[lane : lane + 1]) for lane, (engine, some) in enumerate(lanes)]
             total, norms, losses = (torch.cat(pieces) for pieces in zip(*made, strict=True))
@@ -247,7 +249,12 @@ class Gradients:
             ruled = {name: part.whole() for name, part in trial._parts(inputs)[0].items()}
         except RuntimeError:  # a loss that differentiates its network keeps what goes into layers to itself
             ruled = {}
-        left = {name for name in plain if name not in ruled or not _close(plain[name], ruled[name])}
+        nothing = ROUNDING * math.sqrt(sum(float(each.square().sum()) for each in plain.values()))
+        left = {
+            name
+            for name, each in plain.items()
+            if name not in ruled or not float((each - ruled[name]).norm()) <= RULE_MARGIN * float(each.norm()) + nothing
+        }
         left |= {name for call in calls if not self._pays(call) for name in call.names}
         while more := {name for call in calls if left.intersection(call.names) for name in call.names} - left:
             left |= more
@@ -367,10 +374,6 @@ def _full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(chosen)
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and float((one - other).norm()) <= RULE_MARGIN * float(one.norm())
 
 
 # -- what may be asked for ------------------------------------------------------------------------------------
