@@ -25,72 +25,28 @@ hockey-stick divergence is jointly convex.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from sfumato.privacy.rows import PLACE_MARGIN
+from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
+from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
-COARSE = 5  # times the margin for rounding where a network computes with less than float32
+COARSE = 5  # times larger margins for rounding where a network computes with less than float32
 LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into float32
+STIR = 0.02  # standard deviation
 RULE_MARGIN = 1e-3  # relative, between a layer's gradient by its rule and by differentiation
-CANCELLED = 1e-8  # of (sum_t |l_t| |r_t|)^2: added to squared norms, for what rounding leaves of terms that cancel
-CHEAPER = 4  # times fewer operations: then a gradient is not written down
-
-
-@dataclass(frozen=True)
-class Call:
-    """One use of a layer by a loss: public, since it does not depend on pixels."""
-
-    kind: str
-    weight: str
-    bias: str | None
-    geometry: tuple[tuple[int, ...], ...]  # of a convolution: kernel, stride, padding, dilation
-    shape: tuple[int, ...]  # of what comes out for one record, its views first
-    dtype: torch.dtype
-
-
-class _Taps(TorchFunctionMode):
-    """Watches layers: notes what goes in, and adds zeros to what comes out, so that its slope can be asked for."""
-
-    def __init__(self, weights: Tensors, expected: Sequence[Call] | None, zeros: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self._names = {id(weight): name for name, weight in weights.items()}
-        self._expected, self._zeros = expected, zeros
-        self.calls: list[Call] = []
-        self.inputs: list[torch.Tensor] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        described = _LAYERS[func](*args, **(kwargs or {})) if func in _LAYERS else None
-        if described is None:
-            return out
-        kind, given, weight, bias, geometry = described
-        name = self._names.get(id(weight))
-        if name is None or given.ndim < 2:
-            return out
-        call = Call(kind, name, self._names.get(id(bias)), geometry, tuple(out.shape), out.dtype)
-        if self._expected is None:
-            self.calls.append(call)
-            return out
-        if call not in self._expected:
-            return out
-        self.calls.append(call)
-        self.inputs.append(given)
-        return out + self._zeros[len(self.calls) - 1]
+ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
+SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
 
 
 class Gradients:
@@ -114,6 +70,7 @@ class Gradients:
         self.groups = _groups(self.weights, bound)
         self.classes, self._views = classes, views
         self._device, self._precision = device, precision
+        self._apart = device.type == "cpu"  # lanes one by one: side by side they would only be moved about
         self._whole = _Whole(model, loss)
         self.calls: tuple[Call, ...] = ()  # to layers whose gradients are had by rule
 
@@ -130,7 +87,19 @@ class Gradients:
     @property
     def margin(self) -> float:
         """Of a bound: by which a gradient may come out otherwise at another place of a batch, by rounding."""
-        return PLACE_MARGIN if self._precision == torch.float32 else COARSE * PLACE_MARGIN
+        return PLACE_MARGIN * self._coarseness
+
+    @property
+    def _coarseness(self) -> int:
+        return 1 if self._precision == torch.float32 else COARSE
+
+    def rounding(self, records: int) -> float:
+        """Of a bound: by which float32 sums over so many records may differ beyond what the records do.
+
+        Batches are added up in float64. In a batch, errors of 2^-24 of sums of at most `records` bounds come
+        `records` times, at random; a record more changes two batches, its own and that of the record it displaces.
+        """
+        return 2 * math.sqrt(records) * records * 2.0**-24
 
     @property
     def radius(self) -> float:
@@ -139,9 +108,73 @@ class Gradients:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All that rules depend on, but for the loss."""
+        """All that rules depend on, but for values."""
         shapes = tuple((name, tuple(weight.shape)) for name, weight in self.weights.items())
-        return shapes, self.classes, self._views, self._precision
+        loss = getattr(self._whole.loss, "__func__", self._whole.loss)
+        code = getattr(loss, "__code__", type(loss))  # the same for a lambda that is written in a loop
+        return shapes, type(self._whole.model), code, self.classes, self._views, self._precision
+
+    def try_out(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Finds rules for a loss that is new, and tells its author of mistakes: as `Rows._row_shape` does for features.
+
+        Guarantee: `inputs` are public.
+        """
+        there = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)
+        try:
+            self._find_rules(inputs)
+            (_, norms, alone), (_, same, _) = (self.clipped(inputs, there) for _ in range(2))
+            moved = self.clipped([part.flip(1) for part in inputs], there)[1].flip(1)
+            together = self._together(inputs)
+        except RuntimeError as error:
+            raise ValueError(
+                "this loss cannot be taken of images one by one (batch norm in training mode, dropout or other "
+                f"randomness, a decision that depends on pixels, a tensor kept from an earlier call?): {error}"
+            ) from None
+        if not (norms.isfinite().all() and alone.isfinite().all()):
+            raise ValueError("this loss has a NaN or infinity on random images; it cannot be checked")
+        largest, margin = float(norms.max()), MARGIN * self._coarseness
+        if not torch.allclose(norms, same, 0.0, REPEAT_MARGIN * largest):
+            raise ValueError(
+                "this loss gives another gradient when it is asked again: it counts its calls, or a network in it is "
+                "in training mode. How often it is called depends on how many images there are, so that must not show"
+            )
+        if not torch.allclose(alone, together, margin, margin * float(alone.abs().max())):
+            raise ValueError(
+                "this loss mixes the images of a batch: alone, an image has another loss. Gradients are taken one by "
+                "one here, so that one image's influence is bounded"
+            )
+        if float((norms - moved).abs().max()) > self.margin * largest:
+            raise ValueError("this loss makes rounding large: an image's gradient depends on its place in a batch")
+
+    def sum(self, batches: Iterable[tuple[Sequence[torch.Tensor], torch.Tensor, int]]) -> torch.Tensor:
+        """The sum of clipped gradients, [lanes, parameters], float64. A batch: inputs, who is there, a public place.
+
+        Guarantee: that of `clipped`. What a loss says when it fails is not passed on: it could hold pixels. The image
+        at the public place shows a loss that changes from call to call.
+        """
+        total = torch.zeros(self.lanes, self.parameters, dtype=torch.float64, device=self._device)
+        changed = torch.zeros((), dtype=torch.float64, device=self._device)
+        first, failure = None, ""
+        for inputs, present, place in batches:
+            try:
+                part, norms, losses = self.clipped(inputs, present)
+            except Exception as error:
+                failure = type(error).__name__
+            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
+                raise RuntimeError(
+                    f"the loss failed on private images with a {failure}; what it said is not shown, as it could hold "
+                    "pixels. It worked on public ones: does it depend on the values?"
+                )
+            total += part
+            witness = torch.cat([norms[:, place].flatten(), losses[:, place].double()])
+            first = witness if first is None else first
+            changed = torch.maximum(changed, (witness - first).abs().max() / first.abs().max().clamp_min(1e-30))
+        if not changed <= self.margin:  # after the last batch, when nothing has left yet
+            raise RuntimeError(
+                "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
+                "often it is called depends on how many images there are. What was paid for this sum is spent"
+            )
+        return total
 
     def clipped(
         self, inputs: Sequence[torch.Tensor], present: torch.Tensor
@@ -153,7 +186,17 @@ class Gradients:
         Guarantee: each lane's sum is one of rows, each computed from one record, of norm at most the bound of each
         group, up to the rounding of float32.
         """
+        if self.lanes > 1 and self._apart:
+            lanes = [(self._lane(lane), [part[lane : lane + 1] for part in inputs]) for lane in range(self.lanes)]
+            made = [engine.clipped(some, present[lane : lane + 1]) for lane, (engine, some) in enumerate(lanes)]
+            total, norms, losses = (torch.cat(pieces) for pieces in zip(*made, strict=True))
+            return total, norms, losses
         parts, losses = self._parts(inputs)
+        with _full_precision():
+            total, squares = self._clipped(parts, present)
+        return total, squares.sqrt(), losses
+
+    def _clipped(self, parts: dict[str, Part], present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         squares = {name: part.squares() for name, part in parts.items()}
         factors: Tensors = {}
         finite = torch.stack(list(squares.values())).sum(0).isfinite()
@@ -165,7 +208,14 @@ class Gradients:
             for part in parts.values():
                 part.clear(~finite)
         total = torch.cat([parts[name].total(factors[name]) for name in self.weights], 1)
-        return total, torch.stack(list(squares.values()), -1).sqrt(), losses
+        return total, torch.stack(list(squares.values()), -1)
+
+    def _lane(self, lane: int) -> Gradients:
+        """The engine of one of the networks side by side."""
+        alone = copy.copy(self)
+        alone.weights, alone._fixed = ({n: t[lane] for n, t in some.items()} for some in (self.weights, self._fixed))
+        alone.classes = None
+        return alone
 
     def named(self, flat: torch.Tensor) -> Tensors:
         """[lanes, parameters] by name, in the shapes of the parameters."""
@@ -176,53 +226,87 @@ class Gradients:
             for (name, weight), piece in zip(self.weights.items(), pieces, strict=True)
         }
 
-    def find_rules(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Which layers' gradients are had by rule: those where it gives what differentiation gives.
+    def _find_rules(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Which layers' gradients are had by rule: those where it gives what differentiation gives, and pays.
+
+        Weights are moved a little for that: many networks begin with zeros that hide what they do.
 
         Guarantee: `inputs` are public.
         """
-        precision, self._precision = self._precision, torch.float32
-        found = self._discover(inputs)
-        self.calls = ()
-        plain = {name: part.whole() for name, part in self._parts(inputs)[0].items()}
-        self.calls = found
-        ruled = {name: part.whole() for name, part in self._parts(inputs)[0].items()}
-        good = {name for name in plain if _close(plain[name], ruled[name])}
-        self._precision = precision
-        self.calls = tuple(
-            call for call in self._discover(inputs) if call.weight in good and (call.bias is None or call.bias in good)
-        )
+        trial = copy.copy(self)
+        generator = torch.Generator().manual_seed(0)
+        trial.weights = {
+            name: weight + STIR * torch.randn(weight.shape, generator=generator).to(weight)
+            for name, weight in self.weights.items()
+        }
+        calls: list[Call] = []
+        self._parts(inputs, calls)
+        seen: list[Call] = []
+        trial._precision = torch.float32
+        plain = {name: part.whole() for name, part in trial._parts(inputs, seen)[0].items()}
+        trial.calls = tuple(seen)
+        try:
+            ruled = {name: part.whole() for name, part in trial._parts(inputs)[0].items()}
+        except RuntimeError:  # a loss that differentiates its network keeps what goes into layers to itself
+            ruled = {}
+        nothing = ROUNDING * math.sqrt(sum(float(each.square().sum()) for each in plain.values()))
+        left = {
+            name
+            for name, each in plain.items()
+            if name not in ruled or not float((each - ruled[name]).norm()) <= RULE_MARGIN * float(each.norm()) + nothing
+        }
+        left |= {name for call in calls if not self._pays(call) for name in call.names}
+        while more := {name for call in calls if left.intersection(call.names) for name in call.names} - left:
+            left |= more
+        self.calls = tuple(call for call in calls if not left.intersection(call.names))
 
-    def losses(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _together(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """[lanes, n]: of each record, in the company of the others of its lane, which should make no difference."""
 
         def together(state: Tensors, *records: torch.Tensor) -> torch.Tensor:
             images, *rest = records
             seen = [part.repeat_interleave(self._views, 0) for part in (images, *(r for r in rest if r.ndim == 1))]
             losses = self._call(state, [*seen, *(part.flatten(0, 1) for part in rest if part.ndim > 1)])
-            return losses.reshape(len(images), self._views).float().mean(1)
+            if losses.shape != (self._views * len(images),):
+                raise ValueError(f"a loss must give one number per image, got {tuple(losses.shape)}")
+            return losses.unflatten(0, (len(images), self._views)).float().mean(1)  # type: ignore[no-any-return]
 
-        with torch.no_grad(), self._cast():
+        with torch.no_grad():
             losses: torch.Tensor = self._over_lanes(together)(self._state(), *inputs).detach()
         return losses
 
+    def _pays(self, call: Call) -> bool:
+        """Whether a rule is faster than differentiation, as measured (`benchmarks/gradient_speed.py`)."""
+        if call.kind == "linear" or self._device.type != "cpu":
+            return True
+        kernel, stride, *_ = call.geometry
+        return math.prod(kernel) <= SPREAD * math.prod(stride)
+
     # -- one record ---------------------------------------------------------------------------------------
 
-    def _parts(self, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, _Part], torch.Tensor]:
-        """The gradient of each parameter for each record, in one form or the other, and losses [lanes, n]."""
-        by_rule = {name for call in self.calls for name in (call.weight, call.bias) if name}
+    def _parts(
+        self, inputs: Sequence[torch.Tensor], seen: list[Call] | None = None
+    ) -> tuple[dict[str, Part], torch.Tensor]:
+        """The gradient of each parameter for each record, in one form or the other, and losses [lanes, n].
+
+        With `seen`, that will be the list of all layers that the loss uses.
+        """
+        ruled = {name for call in self.calls for name in call.names}
 
         def one(state: Tensors, *record: torch.Tensor) -> Any:
-            direct = {name: state[name] for name in self.weights if name not in by_rule}
+            direct = {name: state[name] for name in self.weights if name not in ruled}
             zeros = [torch.zeros(call.shape, dtype=call.dtype, device=self._device) for call in self.calls]
 
             def value(direct: Tensors, zeros: Sequence[torch.Tensor]) -> Any:
                 now = {**state, **direct}
-                with _Taps({name: now[name] for name in self.weights}, self.calls, zeros) as taps, self._cast():
+                expected = self.calls if seen is None else None
+                with Taps({name: now[name] for name in self.weights}, expected, zeros) as taps, self._cast():
                     losses = self._call(now, self._seen(record))
                 if losses.shape != (self._views,):
                     raise ValueError(f"a loss must give one number per image, got {tuple(losses.shape)}")
-                if tuple(taps.calls) != self.calls:
+                if seen is not None:
+                    seen[:] = taps.calls
+                elif tuple(taps.calls) != self.calls:
                     raise RuntimeError("a loss must use its layers in the same way each time")
                 mean = losses.float().mean()
                 return mean, (mean, taps.inputs)
@@ -233,26 +317,12 @@ class Gradients:
         with torch.no_grad():
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
             slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
-        parts: dict[str, _Part] = {name: _Written(slope.detach()) for name, slope in slopes.items()}
-        for call, slope, entered in zip(self.calls, tapped, given, strict=True):
-            for name, part in _by_rule(call, entered.detach().float(), slope.detach().float()):
-                parts[name] = parts[name].plus(part) if name in parts else part
+        parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
+        with _full_precision():
+            for call, slope, entered in zip(self.calls, tapped, given, strict=True):
+                for name, part in by_rule(call, entered.detach().float(), slope.detach().float()):
+                    parts[name] = parts[name].plus(part) if name in parts else part
         return {name: parts[name] for name in self.weights}, losses.detach()
-
-    def _discover(self, inputs: Sequence[torch.Tensor]) -> tuple[Call, ...]:
-        """The layers that a loss uses, in order."""
-        calls: list[Call] = []
-
-        def one(state: Tensors, *record: torch.Tensor) -> torch.Tensor:
-            with _Taps({name: state[name] for name in self.weights}, None) as taps, self._cast():
-                losses = self._call(state, self._seen(record))
-            calls[:] = taps.calls
-            return losses
-
-        with torch.no_grad():
-            batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
-            self._over_lanes(batched)(self._state(), *inputs)
-        return tuple(calls)
 
     def _over_lanes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of one network and its records, for all networks at once."""
@@ -289,172 +359,21 @@ class _Whole(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self._loss(self.model, *inputs)
+        return self.loss(self.model, *inputs)
 
 
-# -- a parameter's gradients, one for each record -------------------------------------------------------------
-
-
-class _Written:
-    """Gradients as they are, [lanes, n, *shape]."""
-
-    def __init__(self, each: torch.Tensor) -> None:
-        self.each = each.float()
-
-    def squares(self) -> torch.Tensor:
-        norms: torch.Tensor = torch.linalg.vector_norm(self.each.flatten(2), dim=2, dtype=torch.float64)
-        return norms.square()
-
-    def clear(self, bad: torch.Tensor) -> None:
-        self.each = self.each.masked_fill(_like(bad, self.each), 0)
-
-    def total(self, factors: torch.Tensor) -> torch.Tensor:
-        return (factors[:, None] @ self.each.flatten(2))[:, 0]
-
-    def whole(self) -> torch.Tensor:
-        return self.each
-
-    def plus(self, other: _Part) -> _Part:
-        return _Written(self.each + other.whole())
-
-
-class _Products:
-    """Gradients sum_t l_t r_t^T that are not written down: [lanes, n, t, p] and [lanes, n, t, d]."""
-
-    def __init__(self, left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> None:
-        self.left, self.right, self.shape = left, right, shape
-
-    def squares(self) -> torch.Tensor:
-        left, right = self.left.double(), self.right.double()
-        if left.shape[2] == 1:
-            return left.square().sum((2, 3)) * right.square().sum((2, 3)) * (1 + CANCELLED)
-        pairs = (left @ left.mT) * (right @ right.mT)
-        spread = pairs.diagonal(dim1=2, dim2=3).sqrt().sum(2).square()
-        return pairs.sum((2, 3)).clamp_min(0) + CANCELLED * spread
-
-    def clear(self, bad: torch.Tensor) -> None:
-        self.left, self.right = (side.masked_fill(_like(bad, side), 0) for side in (self.left, self.right))
-
-    def total(self, factors: torch.Tensor) -> torch.Tensor:
-        left = (self.left * _like(factors, self.left)).flatten(1, 2)
-        return (left.mT @ self.right.flatten(1, 2)).flatten(1)
-
-    def whole(self) -> torch.Tensor:
-        return (self.left.mT @ self.right).reshape(*self.left.shape[:2], *self.shape)
-
-    def plus(self, other: _Part) -> _Part:
-        if isinstance(other, _Products):
-            left, right = torch.cat([self.left, other.left], 2), torch.cat([self.right, other.right], 2)
-            return _Products(left, right, self.shape)
-        return _Written(self.whole() + other.whole())
-
-
-_Part = _Written | _Products
-
-
-def _by_rule(call: Call, entered: torch.Tensor, slope: torch.Tensor) -> Iterator[tuple[str, _Part]]:
-    """A layer's gradients, of its weight and its bias, from what entered it and the slope of what came out."""
-    if call.kind == "linear":
-        left, right = slope.flatten(2, -2), entered.flatten(2, -2)
-        shape = torch.Size((left.shape[-1], right.shape[-1]))
-        bias = left.sum(2)
-    else:
-        kernel = call.geometry[0]
-        if call.kind == "conv":
-            left, right = _positions(slope), _patches(entered, *call.geometry)
-            shape = torch.Size((slope.shape[3], entered.shape[3], *kernel))
-        else:  # a transposed convolution is a convolution from what comes out to what goes in
-            left, right = _positions(entered), _patches(slope, *call.geometry)
-            shape = torch.Size((entered.shape[3], slope.shape[3], *kernel))
-        bias = slope.sum((2, 4, 5))
-    places, p, d = left.shape[2], left.shape[3], right.shape[3]
-    product = _Products(left, right, shape)
-    yield call.weight, product if CHEAPER * places * (p + d) <= p * d else _Written(product.whole())
-    if call.bias is not None:
-        yield call.bias, _Written(bias)
-
-
-def _positions(maps: torch.Tensor) -> torch.Tensor:
-    """[lanes, n, views, channels, H, W] to [lanes, n, views H W, channels]."""
-    return maps.flatten(4).mT.flatten(2, 3)
-
-
-def _patches(
-    maps: torch.Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: Any
-) -> torch.Tensor:
-    """The patches that a convolution looks at: [..., C, H, W] to [lanes, n, views H' W', C kernel].
-
-    By strides rather than `unfold`, which on a GPU is one launch for each image.
-    """
-    maps = functional.pad(maps, (padding[1], padding[1], padding[0], padding[0]))
-    lanes, n, views, channels, height, width = maps.shape
-    across = [
-        (size - gap * (side - 1) - 1) // step + 1
-        for size, side, step, gap in zip((height, width), kernel, stride, dilation, strict=True)
-    ]
-    maps = maps.contiguous()
-    *outer, row, column = maps.stride()
-    strides = (*outer, row * dilation[0], column * dilation[1], row * stride[0], column * stride[1])
-    patches = maps.as_strided((lanes, n, views, channels, *kernel, *across), strides)
-    return patches.flatten(6).flatten(3, 5).mT.flatten(2, 3)
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    return "linear", input, weight, bias, ()
-
-
-def _conv2d(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    if groups != 1 or isinstance(padding, str) or input.ndim != 4:
-        return None
-    return "conv", input, weight, bias, (tuple(weight.shape[2:]), _pair(stride), _pair(padding), _pair(dilation))
-
-
-def _conv_transpose2d(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    del output_padding  # it shows in the shape
-    if groups != 1 or input.ndim != 4:
-        return None
-    return "transposed", input, weight, bias, (tuple(weight.shape[2:]), _pair(stride), _pair(padding), _pair(dilation))
-
-
-_LAYERS: dict[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    functional.conv2d: _conv2d,
-    functional.conv_transpose2d: _conv_transpose2d,
-}
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    one, other = (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
-    return int(one), int(other)
-
-
-def _like(each: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """[lanes, n], with as many axes as `other`."""
-    return each.reshape(*each.shape, *(1 for _ in other.shape[2:]))
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and float((one - other).norm()) <= RULE_MARGIN * float(one.norm())
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Matrix products of float32 as such, whatever the user has chosen for networks."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
 
 
 # -- what may be asked for ------------------------------------------------------------------------------------

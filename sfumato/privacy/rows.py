@@ -236,28 +236,29 @@ class Rows:
             yield index, place
 
     def _seated(
-        self, index: torch.Tensor, with_labels: bool, views: int, draws: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What a loss is given for indices [lanes, size]: images, labels, normals; and who is there at all.
+        self, chosen: torch.Tensor, by_class: bool, records: int, with_labels: bool, views: int, draws: int
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, int]]:
+        """Batch by batch of `_lanes` what a loss is given, [lanes, size, ...]; who is there at all; and the place.
 
-        Guarantee: where there is no record there is a public image, always the same.
+        Guarantee: where there is no record there is a public image with public numbers, always the same.
         """
-        present = index >= 0
-        chosen, there = index[present], present.to(self.device)
-        images = self._probes()[-1].expand(*index.shape, *self._images.shape[1:]).clone()
-        images[there] = self._batch(chosen)
-        inputs = [images]
-        if with_labels:
-            labels = torch.zeros(index.shape, dtype=torch.int64, device=self.device)
-            if len(index) > 1:
-                labels += torch.arange(len(index), device=self.device)[:, None]
-            labels[there] = self._labels_of(chosen)
-            inputs.append(labels)
-        if draws:
-            normals = self._public_normals(views, draws).expand(*index.shape, views, draws).clone()
-            normals[there] = self._normals(chosen, views * draws).unflatten(1, (views, draws))
-            inputs.append(normals)
-        return inputs, there
+        for index, place in self._lanes(chosen, by_class, records):
+            present = index >= 0
+            here, there = index[present], present.to(self.device)
+            images = self._probes()[-1].expand(*index.shape, *self._images.shape[1:]).clone()
+            images[there] = self._batch(here)
+            inputs = [images]
+            if with_labels:
+                labels = torch.zeros(index.shape, dtype=torch.int64, device=self.device)
+                if by_class:
+                    labels += torch.arange(len(index), device=self.device)[:, None]
+                labels[there] = self._labels_of(here)
+                inputs.append(labels)
+            if draws:
+                normals = self._public_normals(views, draws).expand(*index.shape, views, draws).clone()
+                normals[there] = self._normals(here, views * draws).unflatten(1, (views, draws))
+                inputs.append(normals)
+            yield inputs, there, place
 
     def _public_inputs(self, lanes: int, with_labels: bool, views: int, draws: int) -> list[torch.Tensor]:
         """The public images in each lane, as `_seated` gives private ones."""

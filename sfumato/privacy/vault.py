@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +36,7 @@ from sfumato.privacy.budget import Budget, BudgetExceeded
 from sfumato.privacy.gradients import Gradients, Loss
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Feature, Records, Rows
+from sfumato.privacy.rows import PLACE_MARGIN, Feature, Records, Rows
 from sfumato.privacy.sampling import poisson_sample
 
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
@@ -166,7 +166,7 @@ class Vault(Rows):
         numbers and takes the step.
 
         Guarantee: adding or removing one record moves the exact sum by at most the root of the sum of squared bounds,
-        with margins for rounding (`_gradient_radius`); noise of `noise_multiplier` times that goes on all parameters,
+        with margins for rounding by place and in sums; noise of `noise_multiplier` times that goes on all parameters,
         which makes the charged event. See `gradients.py` for why that holds whatever the loss is.
         """
         planned = self._planned(release, None, None)
@@ -176,7 +176,7 @@ class Vault(Rows):
             raise ValueError(f"at_once must be a number of images, got {at_once}")
         if views < 1 or draws < 0 or (views > 1 and not draws):
             raise ValueError(f"{views} views with {draws} random numbers each: views must differ by something")
-        records = at_once or -(-self._batch_size // (len(self.classes) if by_class else 1))
+        records = at_once or self._batch_size
         engine = Gradients(
             model,
             loss,
@@ -186,13 +186,14 @@ class Vault(Rows):
             precision=precision,
             device=self.device,
         )
-        self._try_gradient(engine, planned, with_labels, views, draws)
+        if self._rules.get(release, (None,))[0] != engine.structure:
+            engine.try_out(self._public_inputs(engine.lanes, with_labels, views, draws))
+            self._rules[release] = engine.structure, engine.calls
+        engine.calls = self._rules[release][1]
         self._charge(planned)
-        exact = torch.zeros(engine.lanes, engine.parameters, dtype=torch.float64, device=self.device)
-        for total in self._gradient_sums(engine, self._drawn(planned, None), records, with_labels, views, draws):
-            exact += total
-        noised = self._noised(planned, exact, self._gradient_radius(engine, records), False)
-        return engine.named(noised.detach().float())
+        exact = engine.sum(self._seated(self._drawn(planned, None), by_class, records, with_labels, views, draws))
+        radius = engine.radius * (1 + self._passes * engine.margin + engine.rounding(records))
+        return engine.named(self._noised(planned, exact, radius, False).detach().float())
 
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
@@ -282,39 +283,6 @@ class Vault(Rows):
             math.sqrt(width) if query.secure else 0.0
         )  # it is cut to units, too
         return (total if query.by_class else total[0]), unit, radius
-
-    def _gradient_sums(
-        self, engine: Gradients, chosen: torch.Tensor, records: int, with_labels: bool, views: int, draws: int
-    ) -> Iterator[torch.Tensor]:
-        """Batch by batch the sum of clipped gradients. Guarantee: that of `_rows`, with `_lanes` and `clipped`."""
-        first: torch.Tensor | None = None
-        changed = torch.zeros((), dtype=torch.float64, device=self.device)
-        failure = ""
-        for index, place in self._lanes(chosen, engine.classes is not None, records):
-            try:
-                total, norms, losses = engine.clipped(*self._seated(index, with_labels, views, draws))
-            except Exception as error:
-                failure = type(error).__name__
-            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
-                raise RuntimeError(
-                    f"the loss failed on private images with a {failure}; what it said is not shown, as it could hold "
-                    "pixels. It worked on public ones: does it depend on the values?"
-                )
-            witness = torch.cat([norms[:, place].flatten(), losses[:, place]])
-            first = witness if first is None else first
-            apart = (witness - first).abs().max() / first.abs().max().clamp_min(1e-30)
-            changed = torch.maximum(changed, apart.double())
-            yield total
-        if not changed <= engine.margin:  # after the last batch, when nothing has left yet
-            raise RuntimeError(
-                "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
-                "often it is called depends on how many images there are. What was paid for this sum is spent"
-            )
-
-    def _gradient_radius(self, engine: Gradients, records: int) -> float:
-        """Guarantee: bounds a record's share of a computed sum. To the bound come a margin for the one record that it
-        displaces (`_lanes`), and one for the rounding of a float32 sum of so many rows in each of the two batches."""
-        return engine.radius * (1 + self._passes * engine.margin + math.pow(records, 1.5) * 2.0**-23)
 
     def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
         """The sum with its noise. Guarantee: the last place where the exact sum is seen."""
@@ -422,49 +390,6 @@ class Vault(Rows):
         if self._reserved.get(release.name, 0) < 1 or release.name not in self._widths:
             self._widths[release.name] = self._row_shape(feature, with_labels).numel()
         return self._widths[release.name]
-
-    def _try_gradient(self, engine: Gradients, release: Release, with_labels: bool, views: int, draws: int) -> None:
-        """Tries a loss on public images, when it is new: as `_row_shape` does for a feature map.
-
-        Guarantee: no private record is read.
-        """
-        structure, calls = self._rules.get(release.name, (None, ()))
-        if structure == engine.structure:
-            engine.calls = calls
-            return
-        inputs = self._public_inputs(engine.lanes, with_labels, views, draws)
-        turned = [part.flip(1) for part in inputs]
-        there = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self.device)
-        try:
-            engine.find_rules(inputs)
-            (total, norms, alone), (_, same, _) = (engine.clipped(inputs, there) for _ in range(2))
-            moved = engine.clipped(turned, there)[1].flip(1)
-            together = engine.losses(inputs)
-        except RuntimeError as error:
-            raise ValueError(
-                "this loss cannot be taken of images one by one (batch norm in training mode, dropout or other "
-                f"randomness, a decision that depends on pixels, a tensor kept from an earlier call?): {error}"
-            ) from None
-        if not (norms.isfinite().all() and alone.isfinite().all() and total.isfinite().all()):
-            raise ValueError("this loss has a NaN or infinity on random images; it cannot be checked")
-        largest = float(norms.max())
-        if not torch.allclose(norms, same, 0.0, REPEAT_MARGIN * largest):
-            raise ValueError(
-                "this loss gives another gradient when it is asked again: it counts its calls, or a network in it is "
-                "in training mode. How often it is called depends on how many images there are, so that must not show"
-            )
-        if together.shape != alone.shape or not torch.allclose(
-            alone, together, MARGIN, MARGIN * float(alone.abs().max())
-        ):
-            raise ValueError(
-                "this loss mixes the images of a batch, or is not one number per image: alone, an image has another "
-                "one. Gradients are taken one by one here, so that one image's influence is bounded"
-            )
-        if float((norms - moved).abs().max()) > engine.margin * largest:
-            raise ValueError(
-                "this loss makes rounding errors large: an image's gradient depends on its place in a batch"
-            )
-        self._rules[release.name] = (engine.structure, engine.calls)
 
     def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
