@@ -25,7 +25,7 @@ def random_pictures(count: int, shape: Shape, generator: torch.Generator) -> tor
         return low + (high - low) * spread
 
     channels, height, width = shape
-    length = uniform(math.log(0.04), math.log(0.2)).exp()
+    length = uniform(math.log(0.06), math.log(0.25)).exp()
     form = _field(count, 1, height, width, length, generator)
     level, edge = uniform(-0.3, 1.2), uniform(0.05, 0.5)
     shapes = torch.sigmoid((form - level) / edge)

@@ -23,13 +23,14 @@ QUICK: dict[str, Any] = {
     "width": 2,
     "couplings": 2,
     "hidden": 6,
+    "lessons": 2,
     "device": "cpu",
 }
 
 
 @pytest.mark.parametrize("options", [{"variant": "conditional"}, {"space": "pixels"}])
 def test_the_other_forms_are_sound(options: dict[str, Any], few_digits: ImageSet) -> None:
-    check_synthesizer(lambda **params: LatentFlow(**{**QUICK, **options, **params}), few_digits)
+    check_synthesizer(lambda **params: LatentFlow(**{**QUICK, "steps": 2, **options, **params}), few_digits)
 
 
 def test_the_published_noise_is_not_enough() -> None:
