@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
@@ -43,6 +44,7 @@ from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LESSON_BATCH, LESSON_RATE = 128, 2e-3
+AFFINE_RATE = 10.0  # times the flow's learning rate, for its affine map: few numbers, of about one
 MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
 PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
 VARIANTS = ("partitioned", "conditional")
@@ -125,13 +127,12 @@ class LatentFlow(Synthesizer):
         bounds = dict(zip(parts, self.bounds[-len(parts) :], strict=True))
         rates = dict(zip(parts, self.learning_rates[-len(parts) :], strict=True))
         parameters = dict(network.named_parameters())
+        groups: dict[float, list[nn.Parameter]] = defaultdict(list)
+        for name, value in parameters.items():
+            affine = _part(name) == "flow" and not name.startswith("flow.couplings.")
+            groups[rates[_part(name)] * (AFFINE_RATE if affine else 1)].append(value)
         optimizer = torch.optim.Adam(
-            [
-                {"params": [value for name, value in parameters.items() if _part(name) == part], "part": part}
-                for part in parts
-            ],
-            betas=(0.9, 0.99),
-            fused=True,
+            [{"params": some, "rate": rate} for rate, some in groups.items()], betas=(0.9, 0.99), fused=True
         )
         for step in track(self.steps, "training"):
             sums = vault.gradient(
@@ -148,7 +149,7 @@ class LatentFlow(Synthesizer):
             for name, value in parameters.items():
                 value.grad = sums[name] / (expected.view(-1, *[1] * (value.ndim - 1)) * bounds[_part(name)])
             for group in optimizer.param_groups:
-                group["lr"] = rates[group["part"]] * warm_cosine(step, self.steps)
+                group["lr"] = group["rate"] * warm_cosine(step, self.steps)
             optimizer.step()
             keep = min(self.ema, (step + 1) / (step + 10))  # so that the first weights are soon forgotten
             torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - keep)

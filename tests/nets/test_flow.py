@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from sfumato.nets.autoencoder import Decoder, Encoder, halvings
 from sfumato.nets.flow import RealNVP
+from sfumato.nets.pictures import random_pictures
 
 
 def shaken(size: int, context: int = 0, couplings: int = 5) -> RealNVP:
@@ -115,3 +116,14 @@ def test_gradients_one_image_at_a_time_are_those_of_the_sum() -> None:
     (z.square().sum() / 2 - growth.sum()).backward()
     for name, parameter in network["flow"].named_parameters():
         assert torch.allclose(each[name].sum(0), parameter.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 20, 30)])
+def test_random_pictures_vary_and_come_from_the_seed(shape: tuple[int, int, int]) -> None:
+    pictures = random_pictures(200, shape, torch.Generator().manual_seed(0))
+    assert pictures.shape == (200, *shape)
+    assert -1 <= float(pictures.min()) < -0.9 < 0.9 < float(pictures.max()) <= 1
+    assert torch.equal(pictures, random_pictures(200, shape, torch.Generator().manual_seed(0)))
+    assert float(pictures.std(0).mean()) > 0.5  # from picture to picture
+    neighbours = (pictures[..., 1:] - pictures[..., :-1]).abs().mean()
+    assert float(neighbours) < 0.3 * float((pictures[1:] - pictures[:-1]).abs().mean())  # and smooth within
