@@ -134,6 +134,7 @@ class LatentFlow(Synthesizer):
         optimizer = torch.optim.Adam(
             [{"params": some, "rate": rate} for rate, some in groups.items()], betas=(0.9, 0.99), fused=True
         )
+        at_once = self._at_once(network, expected)
         for step in track(self.steps, "training"):
             sums = vault.gradient(
                 network,
@@ -144,7 +145,7 @@ class LatentFlow(Synthesizer):
                 with_labels=not partitioned,
                 views=self.views,
                 draws=network.size,
-                at_once=self._at_once(network, expected),
+                at_once=at_once,
             )
             for name, value in parameters.items():
                 value.grad = sums[name] / (expected.view(-1, *[1] * (value.ndim - 1)) * bounds[_part(name)])
@@ -165,8 +166,8 @@ class LatentFlow(Synthesizer):
     def _at_once(self, network: LatentNetwork, expected: torch.Tensor) -> int:
         """Images (of each class) whose gradients fit into memory together, in batches of equal size; all public."""
         lanes = len(expected)
-        one = PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // lanes
-        most = max(8, MEMORY[self.torch_device.type] // (lanes * one * self.views))
+        alone = PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // lanes
+        most = max(8, MEMORY[self.torch_device.type] // (lanes * alone * self.views))
         needed = float(expected.max())
         needed += 3 * math.sqrt(needed)
         return math.ceil(needed / math.ceil(needed / most))
@@ -254,7 +255,8 @@ class LatentNetwork(nn.Module):
             self.size = code
             decoder = Decoder(shape, code=code, width=width, context=classes)
             self.autoencoder = nn.ModuleDict({"encoder": Encoder(shape, code=code, width=width), "decoder": decoder})
-        self.flow = RealNVP(self.size, couplings=couplings, hidden=hidden, context=classes)
+        mixed = space == "latent"  # a matrix of all pixels would be larger than the rest
+        self.flow = RealNVP(self.size, couplings=couplings, hidden=hidden, context=classes, mixed=mixed)
 
     def forward(
         self, images: torch.Tensor, jitter: torch.Tensor, labels: torch.Tensor | None = None
