@@ -295,7 +295,8 @@ class Gradients:
 
         def one(state: Tensors, *record: torch.Tensor) -> Any:
             direct = {name: state[name] for name in self.weights if name not in ruled}
-            zeros = [torch.zeros(call.shape, dtype=call.dtype, device=self._device) for call in self.calls]
+            zero = {kind: torch.zeros((), dtype=kind, device=self._device) for kind in {c.dtype for c in self.calls}}
+            zeros = [zero[call.dtype].expand(call.shape) for call in self.calls]
 
             def value(direct: Tensors, zeros: Sequence[torch.Tensor]) -> Any:
                 now = {**state, **direct}
