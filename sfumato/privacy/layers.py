@@ -102,7 +102,7 @@ class Products:
 
     def squares(self) -> torch.Tensor:
         if self.left.shape[2] == 1:
-            norms = [
+            norms: list[torch.Tensor] = [
                 torch.linalg.vector_norm(side, dim=(2, 3), dtype=torch.float64) for side in (self.left, self.right)
             ]
             return (norms[0] * norms[1]).square() * (1 + CANCELLED)
