@@ -101,9 +101,12 @@ class Products:
         self.left, self.right, self.shape = left, right, shape
 
     def squares(self) -> torch.Tensor:
+        if self.left.shape[2] == 1:
+            norms: list[torch.Tensor] = [
+                torch.linalg.vector_norm(side, dim=(2, 3), dtype=torch.float64) for side in (self.left, self.right)
+            ]
+            return (norms[0] * norms[1]).square() * (1 + CANCELLED)
         left, right = self.left.double(), self.right.double()
-        if left.shape[2] == 1:
-            return left.square().sum((2, 3)) * right.square().sum((2, 3)) * (1 + CANCELLED)
         pairs = (left @ left.mT) * (right @ right.mT)
         spread = pairs.diagonal(dim1=2, dim2=3).sqrt().sum(2).square()
         return pairs.sum((2, 3)).clamp_min(0) + CANCELLED * spread
@@ -133,7 +136,7 @@ def by_rule(call: Call, entered: torch.Tensor, slope: torch.Tensor) -> Iterator[
     if call.kind == "linear":
         left, right = slope.flatten(2, -2), entered.flatten(2, -2)
         shape = torch.Size((left.shape[-1], right.shape[-1]))
-        bias = left.sum(2)
+        bias = left.sum(2) if left.shape[2] > 1 else left[:, :, 0]
     else:
         kernel = call.geometry[0]
         if call.kind == "conv":
