@@ -166,8 +166,9 @@ class LatentFlow(Synthesizer):
     def _at_once(self, network: LatentNetwork, expected: torch.Tensor) -> int:
         """Images (of each class) whose gradients fit into memory together, in batches of equal size; all public."""
         lanes = len(expected)
+        beside = 1 if self.torch_device.type == "cpu" else lanes  # on a CPU classes take turns
         alone = PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // lanes
-        most = max(8, MEMORY[self.torch_device.type] // (lanes * alone * self.views))
+        most = max(8, MEMORY[self.torch_device.type] // (beside * alone * self.views))
         needed = float(expected.max())
         needed += 3 * math.sqrt(needed)
         return math.ceil(needed / math.ceil(needed / most))
