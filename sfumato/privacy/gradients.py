@@ -374,12 +374,16 @@ class _Whole(nn.Module):
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """Matrix products of float32 as such, whatever the user has chosen for networks."""
-    chosen = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    field, full = ("fp32_precision", "ieee") if hasattr(backends[0], "fp32_precision") else ("allow_tf32", False)
+    chosen = [(backend, getattr(backend, field)) for backend in backends if hasattr(backend, field)]
+    for backend, _ in chosen:
+        setattr(backend, field, full)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        for backend, value in chosen:
+            setattr(backend, field, value)
 
 
 # -- what may be asked for ------------------------------------------------------------------------------------

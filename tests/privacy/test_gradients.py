@@ -308,6 +308,24 @@ def test_half_precision_is_for_the_network_only() -> None:
     assert other.dtype == torch.float32
 
 
+def test_precision_of_products_is_the_vaults_own_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    total = Products.total
+
+    def watched(self: Products, factors: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return total(self, factors)
+
+    monkeypatch.setattr(Products, "total", watched)
+    try:
+        torch.set_float32_matmul_precision("high")
+        exact(records(), network())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {"ieee"}
+
+
 # -- clipping, and what one record moves ------------------------------------------------------------------
 
 
