@@ -309,21 +309,27 @@ def test_half_precision_is_for_the_network_only() -> None:
 
 
 def test_precision_of_products_is_the_vaults_own_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    seen: list[bool] = []
     total = Products.total
 
     def watched(self: Products, factors: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        seen.append(torch.backends.cuda.matmul.fp32_precision == "tf32")
         return total(self, factors)
 
     monkeypatch.setattr(Products, "total", watched)
     try:
         torch.set_float32_matmul_precision("high")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         exact(records(), network())
         assert torch.get_float32_matmul_precision() == "high"
-    finally:
         torch.set_float32_matmul_precision("highest")
-    assert set(seen) == {"ieee"}
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        exact(records(), network())
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {False}
 
 
 # -- clipping, and what one record moves ------------------------------------------------------------------
