@@ -65,7 +65,7 @@ def jobs(tables: Iterable[str], seeds: int, data: Sequence[str], more: dict[str,
 def measures(job: Job) -> list[str]:
     """What is measured of a model."""
     plain = ["small_cnn", "small_cnn, smoothed and sharpened"]
-    return [*plain, "auroc", "auroc of codes"] if job["data"] in GREY else plain
+    return [*plain, "auroc", "auroc of images"] if job["data"] in GREY else plain
 
 
 def images_of(name: str, folder: Path, held_out: bool) -> tuple[ImageSet, ImageSet]:
@@ -106,7 +106,7 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
     for measure in job["measures"]:
         detail: dict[str, Any] = {}
         if measure.startswith("auroc"):
-            likelihood = "code" if measure.endswith("codes") else "image"
+            likelihood = "image" if measure.endswith("images") else "code"
             found = detect_each(model, test, likelihood=likelihood)
             each = {name: detection.auroc or 0.0 for name, detection in found.items()}
             value = sum(each.values()) / len(each)

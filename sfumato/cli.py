@@ -269,7 +269,7 @@ def ood(
     ] = None,
     params: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A parameter that may change after fit, name=value, as likelihood=code."),
+        typer.Option("--set", help="A parameter that may change after fit, name=value, as likelihood=image."),
     ] = None,
     split: Split = "test",
     unlabelled: Unlabelled = False,

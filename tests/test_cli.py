@@ -184,7 +184,7 @@ def test_ood_scores_images(flow_run: Path, folder: Path, synthetic: Path, tmp_pa
     assert len(content["scores"]) == content["images"] == 61
     assert "auroc" not in content  # nobody said what belongs
     options = ["--samples", "50", "--device", "cpu", "--json"]
-    status, out, _ = run("ood", flow_run, folder, "--label", "two", *options, "--set", "likelihood=code")
+    status, out, _ = run("ood", flow_run, folder, "--label", "two", *options, "--set", "likelihood=image")
     assert 0 <= json.loads(out)["two"]["auroc"] <= 1
     status, out, _ = run("ood", flow_run, folder, "--inliers", "two", "--inliers", "le un", *options)
     assert json.loads(out)["all classes"]["flagged_outliers"] >= 0

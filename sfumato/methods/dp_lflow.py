@@ -44,12 +44,11 @@ from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LESSON_BATCH, LESSON_RATE = 128, 2e-3
-AFFINE_RATE = 10.0  # times the flow's learning rate, for its affine map: few numbers, of about one
 MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
 PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
 VARIANTS = ("partitioned", "conditional")
 SPACES = ("latent", "pixels")
-LIKELIHOODS = ("image", "code")
+LIKELIHOODS = ("code", "image")
 Shape = tuple[int, int, int]
 
 
@@ -64,13 +63,14 @@ class LatentFlow(Synthesizer):
     gradient in the autoencoder and in the flow. weight: of the reconstruction (the paper's T^2). jitter: standard
     deviation of the noise on codes. views: jitters per image and step, averaged before clipping. code: numbers in a
     code. width: channels of the first convolution; each further one doubles them. couplings, hidden: of the flow.
-    learning_rates: of autoencoder and flow. ema: average of the weights. lessons: batches of random pictures that the
-    initial weights are taught on; 0 leaves them random, as the paper has them.
+    learning_rates: of the autoencoder, of the flow's couplings and of its affine map (few numbers, of about one). ema:
+    average of the weights. lessons: batches of random pictures that the initial weights are taught on; 0 leaves them
+    random, as the paper has them.
 
     What may be changed after `fit`: temperature: standard deviation of the normal numbers that samples are made from.
     sharpness: smooth samples, then sharpen them by that factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
-    faces); 0 leaves them as they are. likelihood: `image`, that of reconstruction and code together, or `code`, as in
-    the paper.
+    faces); 0 leaves them as they are. likelihood: that of the `code`, as in the paper, or of the `image`: of its code
+    and of the image given that code.
     """
 
     key: ClassVar[str] = "dp-lflow"
@@ -91,12 +91,12 @@ class LatentFlow(Synthesizer):
     width: int = 16
     couplings: int = 4
     hidden: int = 64
-    learning_rates: tuple[float, float] = (5e-3, 2e-3)
+    learning_rates: tuple[float, float, float] = (5e-3, 2e-3, 2e-2)
     ema: float = 0.95
     lessons: int = 1000
     temperature: float = 1.0
     sharpness: float = 0.0
-    likelihood: str = "image"
+    likelihood: str = "code"
 
     def validate(self) -> Self:
         for name, known in (("variant", VARIANTS), ("space", SPACES), ("likelihood", LIKELIHOODS)):
@@ -125,14 +125,13 @@ class LatentFlow(Synthesizer):
         expected = self.sampling_prob * (self.counts_ if partitioned else self.counts_.sum(0, keepdim=True))
         parts = ("flow",) if self.space == "pixels" else ("autoencoder", "flow")
         bounds = dict(zip(parts, self.bounds[-len(parts) :], strict=True))
-        rates = dict(zip(parts, self.learning_rates[-len(parts) :], strict=True))
         parameters = dict(network.named_parameters())
-        groups: dict[float, list[nn.Parameter]] = defaultdict(list)
+        rates = dict(zip(("autoencoder.", "flow.couplings.", "flow."), self.learning_rates, strict=True))
+        groups: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, value in parameters.items():
-            affine = _part(name) == "flow" and not name.startswith("flow.couplings.")
-            groups[rates[_part(name)] * (AFFINE_RATE if affine else 1)].append(value)
+            groups[next(prefix for prefix in rates if name.startswith(prefix))].append(value)
         optimizer = torch.optim.Adam(
-            [{"params": some, "rate": rate} for rate, some in groups.items()], betas=(0.9, 0.99), fused=True
+            [{"params": some, "rate": rates[prefix]} for prefix, some in groups.items()], betas=(0.9, 0.99), fused=True
         )
         at_once = self._at_once(network, expected)
         for step in track(self.steps, "training"):
