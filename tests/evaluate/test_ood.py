@@ -35,9 +35,10 @@ def test_a_class_is_told_from_the_others(model: LatentFlow, digits: ImageSet) ->
     assert list(found) == ["0", "1", "2"]
     for name, detection in found.items():
         assert detection.auroc is not None
-        assert detection.auroc > 0.75, name  # 0.5 without learning
+        assert detection.auroc > 0.6, name  # 0.5 without learning
         assert detection.inliers is not None
         assert int(detection.inliers.sum()) == int((digits.labels == int(name)).sum())
+    assert sum(detection.auroc or 0 for detection in found.values()) / 3 > 0.78  # 0.86 to 0.89 as a rule
 
 
 def test_the_threshold_is_a_quantile_of_synthetic_scores(model: LatentFlow, digits: ImageSet) -> None:
