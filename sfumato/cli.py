@@ -23,7 +23,7 @@ import sfumato as sf
 from sfumato.data import DataError, DataWarning, contact_sheet, find_named, get_named, named_sets
 from sfumato.data.atomic import replacing
 from sfumato.demo import free_folder, run_demo
-from sfumato.evaluate import compare, measure_private, summary
+from sfumato.evaluate import Detection, compare, detect, detect_each, least_likely, measure_private, summary
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import DEFAULT
 from sfumato.privacy.accounting import Plan, Release, bounds, least
@@ -145,6 +145,10 @@ def sample(
     target: Annotated[Path, typer.Option("--out", "-o", help="Folder, FILE.npz or FILE.parquet.")],
     number: Count = None,
     label: Annotated[str | None, typer.Option(help="Only this class.")] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A parameter that may change after fit, name=value, as sharpness=5 of dp-lflow."),
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
@@ -153,9 +157,8 @@ def sample(
     """Draw synthetic images from a model; costs no privacy."""
     model = sf.load(run, device=device)
     most = model.most(model.public_) or 1000 * len(model.public_.classes)
-    images = model.sample(
-        number or min(1000, most // (len(model.public_.classes) if label else 1)), labels=label, seed=seed
-    )
+    number = number or min(1000, most // (len(model.public_.classes) if label else 1))
+    images = model.sample(number, labels=label, seed=seed, **_assignments(params))
     written = sf.save_images(images, target, overwrite=overwrite)
     _print_json({"out": str(written), "images": len(images)}) if as_json else out.print(
         f"{len(images)} images in {escape(str(written))}"
@@ -232,6 +235,75 @@ def evaluate(
         for number, images in enumerate(loaded.values(), 1):
             contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
     _print_json(found) if as_json else _print_comparison(found)
+
+
+@app.command(
+    epilog="Examples: sfumato ood runs/a new-scans/ --out found/ ; sfumato ood runs/a mnist --split test --label 3 ; "
+    "sfumato ood runs/a mnist --split test --each"
+)
+def ood(
+    run: Annotated[Path, typer.Argument(help="A folder that fit or synth made, of a method that scores (dp-lflow).")],
+    data: Annotated[str, typer.Argument(help="Images to score; they are cropped and resized to the model's shape.")],
+    label: Annotated[
+        str | None,
+        typer.Option(help="Score as images of this class; left out: of all classes, each with its share."),
+    ] = None,
+    inliers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A class of the images that belongs (repeatable); all others are outliers. Gives AUROC and rates. "
+            "Left out: the class of --label, if the images have it."
+        ),
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="Each class of the model in turn against all others, and the average.")
+    ] = False,
+    false_alarms: Annotated[
+        float,
+        typer.Option(help="Share of synthetic images below the threshold. No private image is used to set it."),
+    ] = 0.05,
+    samples: Annotated[int, typer.Option(min=20, help="Synthetic images that the threshold is taken from.")] = 2000,
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for scores.json, scores.png (a histogram) and least_likely.png."),
+    ] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A parameter that may change after fit, name=value, as likelihood=image."),
+    ] = None,
+    split: Split = "test",
+    unlabelled: Unlabelled = False,
+    on_error: OnError = "raise",
+    seed: Seed = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Which images are unlike those that a model learned: log-likelihoods, and a threshold from synthetic images.
+
+    The model's certificate covers the threshold, too. Scores tell of the images that are scored: protect them.
+    """
+    if each and (label or inliers):
+        raise typer.BadParameter("--each goes through all classes itself; leave out --label and --inliers")
+    model = sf.load(run, device=device)
+    images = _load_like(data, model.public_.shape, split, unlabelled, on_error)
+    options = {"false_alarms": false_alarms, "samples": samples, "seed": seed, **_assignments(params)}
+    if each:
+        found = detect_each(model, images, **options)
+    else:
+        found = {label or "all classes": detect(model, images, label=label, inliers=inliers or (), **options)}
+    content = {name: detection.to_dict() for name, detection in found.items()}
+    if target is not None:
+        for number, detection in enumerate(found.values(), 1):
+            ending = f"_{number}" if each else ""
+            detection.histogram(target / f"scores{ending}.png")
+            least_likely(images, detection.scores, target / f"least_likely{ending}.png")
+        with replacing(target / "scores.json", overwrite=True) as partial:
+            partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    if as_json:
+        return _print_json(content)
+    _print_detections(found, false_alarms)
+    if target is not None:
+        out.print(f"scores, histogram and the least likely images are in {escape(str(target))}")
 
 
 @app.command(epilog="Examples: sfumato account -s 1.1 -q 0.01 -t 10000 ; sfumato account -e 1 -q 0.01 -t 10000")
@@ -330,7 +402,11 @@ def demo(
 
 
 def _create(method: str, params: list[str] | None, **fixed: Any) -> Synthesizer:
-    return sf.create(method, **fixed, **dict(_assignment(text) for text in params or []))
+    return sf.create(method, **fixed, **_assignments(params))
+
+
+def _assignments(params: list[str] | None) -> dict[str, Any]:
+    return dict(_assignment(text) for text in params or [])
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -412,6 +488,21 @@ def _print_comparison(found: dict[str, dict[str, Any]]) -> None:
     for measure in dict.fromkeys(key for line in lines.values() for key in line):
         table.add_row(measure, *(line.get(measure, "") for line in lines.values()))
     out.print(table)
+
+
+def _print_detections(found: dict[str, Detection], false_alarms: float) -> None:
+    table = Table("scored as", "images", "threshold", "flagged", "of inliers", "of outliers", "AUROC")
+    for name, detection in found.items():
+        figures = detection.to_dict()
+        rates = [f"{figures[key]:.1%}" if key in figures else "" for key in ("flagged_inliers", "flagged_outliers")]
+        auroc = "" if detection.auroc is None else f"{detection.auroc:.3f}"
+        share = f"{figures['flagged'] / figures['images']:.1%}"
+        table.add_row(escape(name), str(figures["images"]), f"{figures['threshold']:.4g}", share, *rates, auroc)
+    out.print(table)
+    known = [detection.auroc for detection in found.values() if detection.auroc is not None]
+    if len(known) > 1:
+        out.print(f"average AUROC [bold]{sum(known) / len(known):.3f}[/bold]")
+    out.print(f"threshold: {false_alarms:.1%} of synthetic images are below it")
 
 
 def _print_warnings(caught: list[warnings.WarningMessage]) -> None:

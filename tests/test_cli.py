@@ -163,7 +163,58 @@ def test_lists(run: Any) -> None:
     assert any(item["name"] == "digits" and item["found"] for item in json.loads(run("data", "list", "--json")[1]))
 
 
-COMMANDS = ["methods", "plan", "fit", "sample", "synth", "evaluate", "account", "verify", "data", "demo"]
+FLOW = [f"--set={name}" for name in ("steps=20", "code=4", "width=4", "couplings=1", "hidden=8", "lessons=5")]
+
+
+@pytest.fixture(scope="module")
+def flow_run(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    target = tmp_path_factory.mktemp("flow") / "run"
+    command = [sys.executable, "-m", "sfumato", "fit", folder, "--method", "dp-lflow", "--epsilon", "500", *FLOW]
+    subprocess.run([*map(str, command), "--device", "cpu", "--out", str(target)], check=True, capture_output=True)
+    return target
+
+
+def test_ood_scores_images(flow_run: Path, folder: Path, synthetic: Path, tmp_path: Path, run: Any) -> None:
+    status, out, err = run("ood", flow_run, folder, "--out", tmp_path / "found", "--samples", "50", "--device", "cpu")
+    assert status == 0, err
+    assert "all classes" in out
+    assert "5.0% of synthetic images" in out
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {"scores.json", "scores.png", "least_likely.png"}
+    content = json.loads((tmp_path / "found" / "scores.json").read_text())["all classes"]
+    assert len(content["scores"]) == content["images"] == 61
+    assert "auroc" not in content  # nobody said what belongs
+    options = ["--samples", "50", "--device", "cpu", "--json"]
+    status, out, _ = run("ood", flow_run, folder, "--label", "two", *options, "--set", "likelihood=image")
+    assert 0 <= json.loads(out)["two"]["auroc"] <= 1
+    status, out, _ = run("ood", flow_run, folder, "--inliers", "two", "--inliers", "le un", *options)
+    assert json.loads(out)["all classes"]["flagged_outliers"] >= 0
+    assert "average AUROC" in run("ood", flow_run, folder, "--each", *options[:-1])[1]
+    for bad, code, message in (
+        (["ood", flow_run, folder, "--label", "five"], 2, "there is no class 'five'"),
+        (["ood", flow_run, folder, "--inliers", "five"], 1, "no class 'five'"),
+        (["ood", flow_run, folder, "--false-alarms", "1.5"], 2, "strictly between 0 and 1"),
+        (["ood", flow_run, folder, "--each", "--label", "two"], 2, "leave out"),
+        (["ood", flow_run, folder, "--set", "code=9"], 2, "cannot be changed after fit"),
+        (["ood", synthetic, folder], 2, "dp-merf has no likelihood"),
+        (["ood", tmp_path, folder], 1, "holds no finished model"),
+        (["ood", flow_run, folder, "--unlabelled", "--inliers", "two"], 1, "no labels"),
+    ):
+        status, _, err = run(*bad, "--device", "cpu")
+        assert status == code, err
+        assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_sampling_options_are_those_of_the_method(flow_run: Path, synthetic: Path, tmp_path: Path, run: Any) -> None:
+    for name, options in (("plain", []), ("sharp", ["--set", "sharpness=5"])):
+        assert run("sample", flow_run, "-n", "20", "--out", tmp_path / f"{name}.npz", *options)[0] == 0
+    plain, sharp = (np.load(tmp_path / f"{name}.npz")["images"] for name in ("plain", "sharp"))
+    assert not np.array_equal(plain, sharp)
+    status, _, err = run("sample", synthetic, "-n", "5", "--out", tmp_path / "x.npz", "--set", "steps=3")
+    assert status == 2
+    assert "none can" in err
+
+
+COMMANDS = ["methods", "plan", "fit", "sample", "synth", "evaluate", "ood", "account", "verify", "data", "demo"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

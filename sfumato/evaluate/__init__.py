@@ -10,19 +10,24 @@ from sfumato.evaluate.evaluation import (
     summary,
 )
 from sfumato.evaluate.fidelity import fidelity
+from sfumato.evaluate.ood import Detection, detect, detect_each, least_likely
 
 __all__ = [
     "CLASSIFIERS",
     "PROFILES",
     "Accuracy",
+    "Detection",
     "PrivateMeasurementWarning",
     "Recipe",
     "aligned",
     "check_comparable",
     "compare",
+    "detect",
+    "detect_each",
     "downstream_accuracy",
     "evaluate",
     "fidelity",
+    "least_likely",
     "measure_private",
     "summary",
 ]

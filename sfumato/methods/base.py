@@ -6,7 +6,8 @@ import difflib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -40,6 +41,7 @@ class Synthesizer(ABC):
     guarantee: ClassVar[str] = "differential-privacy"
     claimed: ClassVar[dict[str, Any] | None] = None
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
+    adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores alone: free after `fit`
     sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
     on_cpu: ClassVar[dict[str, Any]] = {}  # what `create` takes in place of defaults that want a GPU
     vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
@@ -73,6 +75,10 @@ class Synthesizer(ABC):
     @abstractmethod
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `_state`."""
+
+    def _log_likelihood(self, images: torch.Tensor, label: int) -> torch.Tensor:  # noqa: ARG002
+        """Log-likelihood of each image (float in [-1, 1], [N, C, H, W]) in that class, [N]."""
+        raise ValueError(f"{self.key} has no likelihood: it cannot score images; dp-lflow can")
 
     @property
     def _protected(self) -> bool:
@@ -144,19 +150,45 @@ class Synthesizer(ABC):
         """The number of images that a fitted model can give; None if there is no limit."""
         return None
 
-    def sample(self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0) -> ImageSet:
-        """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released."""
+    def sample(
+        self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0, **options: Any
+    ) -> ImageSet:
+        """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released.
+
+        `options` are parameters in `adjustable`, with other values than those that were saved.
+        """
         public = self._fitted()
         if n < 1:
             raise ValueError(f"the number of images must be at least 1, got {n}")
         wanted = self._labels(n, labels)
         generator = torch.Generator(device=self.torch_device).manual_seed(seed)
-        with torch.no_grad():
+        with torch.no_grad(), self._adjusted(options):
             parts = [
                 ((self._sample(part.to(self.torch_device), generator).clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
                 for part in torch.split(wanted, self.sample_batch)
             ]
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
+
+    def score(self, images: ImageSet, *, label: int | str | None = None, **options: Any) -> torch.Tensor:
+        """Log-likelihood of each image, [N]: in one class, or in all of them, each with its share among samples.
+
+        The model is post-processing of releases, and so is this: it costs no privacy of the images that were learned
+        from. Scores say something of the images that are scored. Methods without a likelihood raise `ValueError`.
+        """
+        public = self._fitted()
+        if images.shape != public.shape:
+            raise DataError(f"images to score must be {public.shape} like those of the model, not {images.shape}")
+        shares = self._proportions().double().clamp_min(0)
+        shares = shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, 1 / len(shares))
+        chosen = range(len(shares)) if label is None else self._labels(1, label).tolist()
+        weights = shares.log() if label is None else torch.zeros(len(shares))
+        found = []
+        with torch.no_grad(), self._adjusted(options):
+            for part in torch.split(images.images, self.sample_batch):
+                pixels = part.to(self.torch_device).float() / 127.5 - 1
+                each = [self._log_likelihood(pixels, one).cpu().double() + weights[one] for one in chosen]
+                found.append(torch.stack(each).logsumexp(0))
+        return torch.cat(found)
 
     def save(self, folder: str | Path) -> Path:
         """Writes the model (safetensors and JSON) and its certificate."""
@@ -228,6 +260,20 @@ class Synthesizer(ABC):
         special: dict[str, Any] = {name: math.inf for name, value in params.items() if value == "inf"}
         special |= {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
         return cls(**{**params, **special})
+
+    @contextmanager
+    def _adjusted(self, options: dict[str, Any]) -> Iterator[None]:
+        """These parameters for a while."""
+        self.check_params(options)
+        if fixed := sorted(options.keys() - self.adjustable):
+            may = ", ".join(sorted(self.adjustable)) or "none can"
+            raise ValueError(f"{fixed[0]} cannot be changed after fit; of {self.key}'s parameters these can: {may}")
+        before = {name: getattr(self, name) for name in options}
+        try:
+            self.set_params(**options).validate()
+            yield
+        finally:
+            self.set_params(**before)
 
     def _budget(self) -> Budget:
         return Budget(float(self.epsilon), float(self.delta), self.adjacency)

@@ -12,6 +12,7 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
 from sfumato.methods.dm import DistributionMatching
 from sfumato.methods.dp_kernel import KernelGenerator
+from sfumato.methods.dp_lflow import LatentFlow
 from sfumato.methods.dp_mepf import PerceptualEmbedding
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
@@ -21,6 +22,7 @@ _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,
     PerceptualEmbedding,
     KernelGenerator,
+    LatentFlow,
     NonlinearCondenser,
     LinearCondenser,
     Mixer,

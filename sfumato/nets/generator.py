@@ -17,6 +17,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from sfumato.nets.stacked import stacked, state
+
 ACROSS = 8  # the first map is at most this many pixels across
 REFRESHES = 20  # batches over which batch norms' statistics are taken
 Shape = tuple[int, int, int]
@@ -185,13 +187,7 @@ class PerClass(nn.Module):
 
     def __init__(self, build: Callable[[], nn.Module], classes: int) -> None:
         super().__init__()
-        networks = [build() for _ in range(classes)]
-        self._template = [networks[0]]  # in a list: its weights are not ours
-        for name, _ in networks[0].named_parameters():
-            stacked = torch.stack([network.get_parameter(name).detach() for network in networks])
-            self.register_parameter(_flat(name), nn.Parameter(stacked))
-        for name, _ in networks[0].named_buffers():
-            self.register_buffer(_flat(name), torch.stack([network.get_buffer(name) for network in networks]))
+        self.network = stacked([build() for _ in range(classes)])
 
     def forward(self, latent: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         classes = len(next(self.parameters()))
@@ -205,19 +201,14 @@ class PerClass(nn.Module):
 
     def together(self, latent: torch.Tensor) -> torch.Tensor:
         """As many images of each class: [classes, n, latent] to [classes, n, C, H, W]."""
-        template = self._template[0].to(latent.device).train(self.training)
-        state = {_full(name): value for name, value in [*self.named_parameters(), *self.named_buffers()]}
 
         def one(weights: dict[str, torch.Tensor], codes: torch.Tensor) -> torch.Tensor:
             alone = torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
-            made: torch.Tensor = functional_call(template, weights, (codes, alone))
+            made: torch.Tensor = functional_call(self.network, weights, (codes, alone))
             return made
 
-        images: torch.Tensor = torch.vmap(one)(state, latent)
+        images: torch.Tensor = torch.vmap(one)(state(self.network), latent)
         return images
-
-    def norms(self) -> list[nn.Module]:
-        return list(self._template[0].modules())
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -231,10 +222,9 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 def refresh_batch_norm(network: nn.Module, draw: Callable[[], Any]) -> None:
     """Takes batch norms' statistics afresh, as the plain mean over some batches that `draw` puts through `network`."""
     network.train()
-    modules = network.norms() if isinstance(network, PerClass) else list(network.modules())
     with torch.no_grad():
         for number in range(REFRESHES):
-            for module in modules:
+            for module in network.modules():
                 if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                     module.momentum = 1 / (number + 1)
             draw()
@@ -263,11 +253,3 @@ def _blur(size: int) -> torch.Tensor:
     side = torch.ones(size - 1) / 2
     matrix = torch.eye(size) + torch.diag(side, 1) + torch.diag(side, -1)
     return matrix / matrix.sum(1, keepdim=True)
-
-
-def _flat(name: str) -> str:
-    return name.replace(".", "/")
-
-
-def _full(name: str) -> str:
-    return name.replace("/", ".")

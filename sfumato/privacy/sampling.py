@@ -1,11 +1,11 @@
-"""Poisson subsampling: each record is in the sample independently, with a public probability."""
+"""What is drawn for records: whether each is in a sample (Poisson subsampling), their order, numbers of their own."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from sfumato.privacy.randomness import host_generator
+from sfumato.privacy.randomness import device_generator, host_generator
 
 
 def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tensor:
@@ -27,3 +27,14 @@ def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tenso
 def shuffled(index: torch.Tensor) -> torch.Tensor:
     """The same indices in a fresh random order. Guarantee: uniform over all orders, as far as 128 bits go."""
     return index[torch.from_numpy(host_generator().permutation(len(index)))]
+
+
+def standard_normals(records: int, count: int, device: torch.device) -> torch.Tensor:
+    """Fresh standard normal numbers, [records, count], float32.
+
+    Guarantee: independent of each other, of the records and of all that was drawn before. (No noise: these numbers
+    protect nothing.)
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(host_generator().standard_normal((records, count), dtype=np.float32))
+    return torch.randn(records, count, device=device, generator=device_generator(device))

@@ -6,8 +6,7 @@ no way to ask for anything else, except `unprotected`, which voids the guarantee
 
 What a method may do with an answer is unlimited: it is post-processing.
 
-Queries: `counts`, `sum`. The third kind, `gradient` (per-example clipped gradients, `gradients.py`), belongs
-beside them and is the same query with another row: it calls `_charge`, then `_noised`.
+Queries: `counts`, `sum`, and `gradient`, which is a sum of per-example clipped gradients (`gradients.py`).
 
 **A probability per class.** A sum may draw each class with a probability q_c of its own, none above the planned q, and
 is charged for q. That is enough: to draw with q_c is to draw with q and to keep with probability t = q_c / q. So with
@@ -20,48 +19,28 @@ removing a record is what is charged (under replace-one: is replacing it by a ro
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
+from sfumato.privacy.gradients import Gradients, Loss
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.sampling import poisson_sample, shuffled
+from sfumato.privacy.rows import PLACE_MARGIN, Feature, Records, Rows
+from sfumato.privacy.sampling import poisson_sample
 
-Feature = Callable[..., torch.Tensor]  # of images, or of images and labels, to a row for each
-
-PLACE_MARGIN = 4e-3  # of a bound: by which a row may come out otherwise at another place of a batch, by rounding
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
-PROBES = 6  # public images on which a feature map is tried
-MARGIN = 1e-2  # relative, between an image's row alone and in company: a mistake shows, rounding does not
-REPEAT_MARGIN = 1e-5  # relative, between a row and the same row again
-SIZES = 4  # of batches, times six
-PLAIN = 0.37  # pixels of a public image without anything on it
-BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
 MAPPED = 8  # times as many records in a batch when most of the work on them is done
-RESIDENT = 2**32  # bytes of images that may live on an accelerator
-
-
-class Records(Protocol):
-    """Private images with labels: uint8 or float [N, C, H, W], int64 [N] or None, and the public class names."""
-
-    @property
-    def images(self) -> torch.Tensor: ...
-    @property
-    def labels(self) -> torch.Tensor | None: ...
-    @property
-    def classes(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +57,7 @@ class Query:
     shares: list[float] | None
 
 
-class Vault:
+class Vault(Rows):
     """Private records behind noised queries, under a plan and its budget.
 
     `releases` is the plan: noise that it leaves open is calibrated to `budget` here, from public facts alone.
@@ -103,23 +82,14 @@ class Vault:
         secure: bool = True,
         batch_size: int | None = None,
     ) -> None:
-        self.plan: Plan = calibrate(releases, budget)
-        self.classes = tuple(records.classes)
-        self.device = torch.device(device)
+        self.plan: Plan = calibrate(releases, budget)  # first: a plan that is refused costs no look at an image
+        super().__init__(records, device, batch_size)
         self.secure = secure
         self.ledger = ledger if ledger is not None else Ledger()
-        self._images = records.images.detach()
-        if self._images.nbytes <= RESIDENT:
-            self._images = self._images.to(self.device)
-        self._labels = _checked(records.labels, len(self._images), len(self.classes))
-        self._classes_there = None if self._labels is None else self._labels.to(self.device)
         self._keep = keep
-        self._batch_size = batch_size or (BATCH_SIZE if self.device.type == "cpu" else DEVICE_BATCH_SIZE)
         self._reserved: dict[str, int] = {}
         self._widths: dict[str, int] = {}
-        self._turns = itertools.count()
-        self._public: torch.Tensor | None = None
-        self._passes = 1
+        self._rules: dict[str, tuple[Any, ...]] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -170,6 +140,61 @@ class Vault:
         exact, unit, radius = self._exact_sum(query)
         return self._keep_result(planned, question, self._noised(planned, exact, radius, secure) * unit)
 
+    def gradient(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        release: str,
+        bound: float | Mapping[str, float],
+        by_class: bool = False,
+        with_labels: bool = False,
+        views: int = 1,
+        draws: int = 0,
+        precision: torch.dtype = torch.float32,
+        at_once: int | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Noisy sum of per-example gradients, each clipped in L2, by the names and in the shapes of the parameters.
+
+        `loss(model, images, [labels], [normals])` gives one number per image. The gradients of trainable parameters
+        are clipped together to `bound`, or by groups to a bound each (`{"encoder": 1.0, "flow": 0.1}`: beginnings of
+        names). `by_class`, the parameters are stacked, [classes, ...] (`nets/stacked.py`): an image goes through its
+        class's network, which is what the loss gets, and moves that slice only. Each image is evaluated `views` times,
+        each time with `draws` standard normal numbers of its own, [images, draws]; the gradient of the mean is clipped.
+        `precision` is that of the network (bfloat16: by autocast); clipping and sums have float32 at least. `at_once`
+        bounds memory, whatever sample is drawn: so many images (of each class) at a time. The caller divides by public
+        numbers and takes the step.
+
+        Guarantee: adding or removing one record moves the exact sum by at most the root of the sum of squared bounds,
+        with margins for rounding by place and in sums; noise of `noise_multiplier` times that goes on all parameters,
+        which makes the charged event. See `gradients.py` for why that holds whatever the loss is.
+        """
+        planned = self._planned(release, None, None)
+        if self._secure(planned) or planned.nonnegative:
+            raise ValueError(f"release {release!r}: gradients need fast noise (times > 1, or secure=False) and signs")
+        if at_once is not None and at_once < 1:
+            raise ValueError(f"at_once must be a number of images, got {at_once}")
+        if views < 1 or draws < 0 or (views > 1 and not draws):
+            raise ValueError(f"{views} views with {draws} random numbers each: views must differ by something")
+        records = at_once or self._batch_size
+        engine = Gradients(
+            model,
+            loss,
+            bound,
+            classes=len(self.classes) if by_class else None,
+            views=views,
+            precision=precision,
+            device=self.device,
+        )
+        if self._rules.get(release, (None,))[0] != engine.structure:
+            engine.try_out(self._public_inputs(engine.lanes, with_labels, views, draws))
+            self._rules[release] = engine.structure, engine.calls
+        engine.calls = self._rules[release][1]
+        self._charge(planned)
+        exact = engine.sum(self._seated(self._drawn(planned, None), by_class, records, with_labels, views, draws))
+        radius = engine.radius * (1 + self._passes * engine.margin + engine.rounding(records))
+        return engine.named(self._noised(planned, exact, radius, False).detach().float())
+
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
 
@@ -185,7 +210,7 @@ class Vault:
             kept[index.to(home)] = rows.float().to(home)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._widths = kept, {}
+        mapped._images, mapped._widths, mapped._rules = kept, {}, {}
         mapped._batch_size, mapped._passes = MAPPED * self._batch_size, self._passes + 1
         return mapped
 
@@ -366,200 +391,17 @@ class Vault:
             self._widths[release.name] = self._row_shape(feature, with_labels).numel()
         return self._widths[release.name]
 
-    def _row_shape(self, feature: Feature, with_labels: bool = False) -> torch.Size:
-        """Shape of a row, once `feature` has been tried on public images.
-
-        Rows are computed one by one whatever `feature` is (`_apply`); here is where somebody who thought otherwise is
-        told so: one who mixes a batch, draws randomness, or keeps a memory of what went before.
-
-        Guarantee: no private record is read.
-        """
-        images, count = self._probes(), self._tried
-        labels = torch.arange(count, device=self.device) % len(self.classes) if with_labels else None
-        try:
-            turn = next(self._turns)
-            one, same = (self._apply(feature, images, labels, turn)[0] for _ in range(2))
-            turned = None if labels is None else labels.flip(0)
-            moved = self._apply(feature, images.flip(0), turned, next(self._turns))[0].flip(0)
-            with torch.no_grad():
-                together = feature(*(tensor.clone() for tensor in (images, labels) if tensor is not None)).detach()
-        except RuntimeError as error:
-            raise ValueError(
-                "this feature map cannot be applied to images one by one (batch norm in training mode, randomness, a "
-                f"decision that depends on pixels, a tensor kept from an earlier call?): {error}"
-            ) from None
-        if not one.isfinite().all():
-            raise ValueError("this feature map gives NaN or infinity on random images; it cannot be checked")
-        if not one.shape == moved.shape == together.shape:
-            raise ValueError(
-                f"a feature map must give one row per image, got {tuple(together.shape)} for {count} images"
-            )
-        largest = float(one.double().abs().max())
-        if not torch.allclose(one.double(), same.double(), 0.0, REPEAT_MARGIN * largest):
-            raise ValueError(
-                "this feature map gives another row when it is asked again: it counts its calls, or a network in it is "
-                "in training mode. How often it is called depends on how many images there are, so that must not show"
-            )
-        for other in (moved, together):
-            if not torch.allclose(one.double(), other.double(), MARGIN, MARGIN * largest):
-                raise ValueError(
-                    "this feature map mixes the images of a batch, or remembers others: alone, an image has another "
-                    "row. Rows are computed one by one here, so that one image's influence is bounded. (Or it makes "
-                    "rounding errors large: does it normalise what is zero for a plain image?)"
-                )
-        lengths, apart = (torch.linalg.vector_norm(t.double().reshape(count, -1), dim=1) for t in (one, one - moved))
-        if float(apart.max()) > PLACE_MARGIN * float(lengths.max()):
-            raise ValueError(
-                "this feature map makes rounding errors large: the row of an image depends on its place in a batch. "
-                "Does it normalise what is zero for a plain image? Add a small constant to what it divides by"
-            )
-        return one.shape[1:]
-
-    # -- private parts ------------------------------------------------------------------------------------
-
-    @property
-    def _size(self) -> int:
-        return len(self._images)
-
-    @property
-    def _tried(self) -> int:
-        """How many public images a feature is tried on: one of each class at least."""
-        return max(PROBES, len(self.classes))
-
-    def _probes(self) -> torch.Tensor:
-        """Public images: one that is plain, then some that look like noise.
-
-        Guarantee: fixed numbers (multiples of the golden ratio), no record.
-        """
-        if self._public is None or self._public.shape[1:] != self._images.shape[1:]:
-            shape = (self._tried, *self._images.shape[1:])
-            spread = torch.arange(math.prod(shape), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
-            images = spread.reshape(shape) * 2 - 1
-            images[0] = PLAIN
-            self._public = images.float().to(self.device)
-        return self._public
-
     def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
         """Which records are in this release. Guarantee: `poisson_sample`, afresh for every release."""
         if shares is None or self._labels is None:
             return poisson_sample(self._size, release.sampling_prob if shares is None else shares[0])
         return poisson_sample(self._size, np.array(shares)[self._labels.numpy()])
 
-    def _batches(self, index: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.split(index, self._batch_size) if len(index) else ()
-
-    def _batch(self, index: torch.Tensor) -> torch.Tensor:
-        images = self._images[index.to(self._images.device)].to(self.device)
-        return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
-
-    def _rows(
-        self, feature: Feature, chosen: torch.Tensor, with_labels: bool = False
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batch by batch the indices of the chosen records and their rows, one for each, cut off from derivatives.
-
-        Guarantee: what a feature says when it fails is not passed on: it could hold pixels. Records come in a fresh
-        random order. So if a device rounds by place in a batch, one record more still moves only one other record: a
-        random order of n + 1 is one of n with the new record at a random place and whoever stood there at the end.
-        """
-        turn, failure = next(self._turns), ""
-        first: torch.Tensor | None = None
-        changed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, index in enumerate(self._batches(shuffled(chosen))):
-            labels = self._labels_of(index) if with_labels else None
-            try:
-                rows, witness = self._apply(feature, self._batch(index), labels, turn, number)
-            except Exception as error:
-                failure = type(error).__name__
-            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
-                raise RuntimeError(
-                    f"the feature map failed on private images with a {failure}; what it said is not shown, as it "
-                    "could hold pixels. It worked on public ones: does it depend on the values?"
-                )
-            first = witness if first is None else first
-            apart, length = (torch.linalg.vector_norm(t.double()) for t in (witness - first, first))
-            changed = torch.maximum(changed, apart / length.clamp_min(1e-30))
-            yield index, rows
-        if not changed <= PLACE_MARGIN:  # after the last batch, when nothing has left yet
-            raise RuntimeError(
-                "the feature map gave a public image another row in a later batch: it changes from call to call, and "
-                "how often it is called depends on how many images there are. What was paid for this sum is spent"
-            )
-
-    def _apply(
-        self, feature: Feature, images: torch.Tensor, labels: torch.Tensor | None, turn: int, number: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`feature` of each image of a batch by itself, and of a public image among them, always the same.
-
-        `turn` numbers the passes over images, `number` the batches of a pass.
-
-        Guarantee: a row is computed from its own image and label. The feature runs under `torch.vmap`: what it is given
-        is one image, a batch of one, and no operation in it, however deep, reaches another; randomness and decisions
-        that depend on pixels are errors. So is a tensor that it kept from the call before, whether it computes with it
-        or returns it, since batches are filled up with public images to sizes that change from call to call; one kept
-        for longer meets the public image and shows there (`_rows`), as does what changes within a pass. (What a feature
-        hides from PyTorch, it can mix; how often it is called tells how many images there are, to the batch; and what
-        changes between two passes only is not seen.)
-
-        Sizes do not depend on the records, so that these do not change the shapes that the device computes with, nor
-        the way it rounds, except as far as it rounds by place: the margin is for that.
-        """
-
-        def alone(*one: torch.Tensor) -> torch.Tensor:
-            row = feature(*(part[None] for part in one))
-            if row.shape[:1] != (1,):
-                raise ValueError(f"a feature map must give one row per image, got {tuple(row.shape)} for one image")
-            return row[0].detach()
-
-        varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
-        size = max(self._batch_size, self._tried) + 1 + 3 * varied + number % 3
-        # The public image stands at a place that changes, too: whoever stood there is at the end.
-        place = random.Random(f"{turn} {number}").randrange(self._batch_size)
-        order = torch.arange(size, device=self.device)
-        order[place], order[-1] = size - 1, place
-        inputs = [_filled(images, size, self._probes()[-1])[order]]
-        if labels is not None:
-            inputs.append(_filled(labels, size, labels.new_zeros(()))[order])
-        with torch.no_grad():
-            rows = torch.vmap(alone, randomness="error")(*inputs).detach()
-        if len(rows) != size:
-            raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
-        return rows[order[: len(images)]], rows[place]
-
-    def _labels_of(self, index: torch.Tensor) -> torch.Tensor:
-        """Classes of these records; without labels there is the one."""
-        if self._classes_there is None:
-            return torch.zeros(len(index), dtype=torch.int64, device=self.device)
-        return self._classes_there[index.to(self.device)]
-
-    def _membership(self, index: torch.Tensor, groups: int) -> torch.Tensor:
-        """One-hot classes, [records, groups]; without groups everything is in the one group."""
-        if groups == 1:
-            return torch.ones(len(index), 1, dtype=torch.float64, device=self.device)
-        return torch.nn.functional.one_hot(self._labels_of(index), groups).double()
-
     def __repr__(self) -> str:
         return f"Vault({len(self.classes)} classes, shape {tuple(self._images.shape[1:])})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a vault holds private images and cannot be copied or pickled")
-
-
-def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.Tensor | None:
-    """Labels that name one class for each record. Guarantee: a record belongs to exactly one block of a sum."""
-    if labels is None:
-        if classes != 1:
-            raise ValueError(f"there are {classes} classes but no labels")
-        return None
-    if labels.dtype != torch.int64 or labels.shape != (records,):
-        raise ValueError("labels must be int64, one for each image")
-    if records and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-        raise ValueError(f"labels must lie between 0 and {classes - 1}")
-    return labels.detach().cpu().clone()
-
-
-def _filled(tensor: torch.Tensor, count: int, filler: torch.Tensor) -> torch.Tensor:
-    """The tensor with copies of a public entry after it, `count` entries in all."""
-    return torch.cat([tensor, filler.to(tensor).expand(count - len(tensor), *tensor.shape[1:])])
 
 
 def _clip(rows: torch.Tensor, bound: float, unit: float, nonnegative: bool) -> torch.Tensor:
