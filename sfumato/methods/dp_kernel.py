@@ -318,9 +318,13 @@ class Taught(Maps):
                 optimizer.zero_grad()
                 functional.cross_entropy(network(images[index]), labels[index]).backward()
                 optimizer.step()
-        assert isinstance(network, nn.Sequential)
-        head = next(place for place, layer in enumerate(network) if isinstance(layer, nn.Flatten))
-        super().__init__(network[:head].eval().requires_grad_(False))
+        super().__init__(body(network).eval().requires_grad_(False))
+
+
+def body(network: nn.Module) -> nn.Sequential:
+    """The layers of a CNN that give maps."""
+    layers = list(network.children())
+    return nn.Sequential(*layers[: next(place for place, layer in enumerate(layers) if isinstance(layer, nn.Flatten))])
 
 
 class Vectors(nn.Module):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.methods.atelier import Atelier
 from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
 from sfumato.methods.dm import DistributionMatching
 from sfumato.methods.dp_kernel import KernelGenerator
@@ -19,6 +20,7 @@ from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 
 _TYPES: tuple[type[Synthesizer], ...] = (
+    Atelier,
     MeanEmbedding,
     PerceptualEmbedding,
     KernelGenerator,

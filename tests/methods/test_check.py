@@ -25,6 +25,16 @@ from sfumato.privacy.budget import ADJACENCIES
 from sfumato.privacy.mechanisms import add_gaussian
 
 QUICK: dict[str, dict[str, Any]] = {
+    "atelier": {
+        "steps": 1,
+        "paths": 1,
+        "features": 20,
+        "batch_size": 20,
+        "width": 8,
+        "lessons": 20,
+        "teacher_steps": 2,
+        "device": "cpu",
+    },
     "dp-merf": {"features": 100, "steps": 3, "batch_size": 20, "device": "cpu"},
     "dp-mepf": {
         "encoder": "scattering",
@@ -37,6 +47,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "dp-kernel": {
         "steps": 2,
         "paths": 2,
+        "lessons": 40,
         "features": 20,
         "batch_size": 40,
         "width": 8,

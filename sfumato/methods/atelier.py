@@ -1,0 +1,238 @@
+"""Atelier: a private painter with a private teacher; a method of this package.
+
+The idea: part of the budget trains a *painter*, a generator that follows noisy kernel means (`dp_kernel.py`); the rest
+trains a *teacher*, a linear classifier, by noisy gradients. A linear teacher learns much at small epsilon, and makes no
+images; a painter makes images, and some of another class than it was asked for. So the teacher looks at what the
+painter makes: an image is of the class that the teacher sees in it. All of that is post-processing: it costs nothing.
+
+What the teacher looks at: wavelet scattering coefficients, and the maps of a small CNN that was taught to tell
+*painted* images apart; of both the principal components among painted images, the lesser ones enlarged. So a gradient
+has few entries that noise can fall on, and descends in all directions at about the same speed. None of that was taught
+by a private image.
+
+Released: what `dp-kernel` releases; and `teacher_steps` noisy sums over all images of the gradients of the teacher's
+loss, each clipped to `teacher_bound`.
+Public: image shape, class names, a public encoder if one is named; frequencies and initial weights, from the seed.
+Events: Gaussian sums over all images (or Poisson samples of them), composed exactly. The proof is that of a
+composition: each release is the Gaussian mechanism on a sum of bounded rows, and nothing else is seen.
+
+`teacher_share` is the teacher's part of the budget: Gaussian releases compose by adding 1 / noise², and that sum is
+what is divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body
+from sfumato.nets.classifiers import small_cnn
+from sfumato.privacy import Release, Vault
+from sfumato.progress import track
+
+DISAGREEMENT = ("relabel", "drop", "keep")
+MOMENTUM = 0.9
+CALM = 1e-4  # noise of all the teacher's gradients together, per image, above which the rate is lower
+TRIES = 20  # of the painter, until the teacher sees the class that is asked for
+COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
+LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
+
+
+@dataclass(kw_only=True, eq=False)
+class Atelier(KernelGenerator):
+    """A generator that follows noisy kernel means, and a linear teacher that says what its images show.
+
+    disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`,
+    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. teacher_share: its part of the
+    budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is great.
+    All others are the painter's, as in `dp-kernel`.
+    """
+
+    key: ClassVar[str] = "atelier"
+    paper: ClassVar[str] = "this package"
+    summary: ClassVar[str] = "dp-kernel's painter, and a private teacher who says what its images show"
+
+    disagreement: str = "relabel"
+    teacher_share: float = 0.4
+    teacher_steps: int = 60
+    teacher_bound: float = 0.5
+    teacher_rate: float = 60.0
+
+    def validate(self) -> Self:
+        if self.form != "pathwise":
+            raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
+        if self.disagreement not in DISAGREEMENT:
+            raise ValueError(f"disagreement must be one of {', '.join(DISAGREEMENT)}, got {self.disagreement!r}")
+        if not self.teacher_share < 1:
+            raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
+        return super().validate()
+
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        painter = super()._releases(public)
+        if not _taught(public):
+            return painter
+        times, share = self.teacher_steps, self.teacher_share
+        weight = math.sqrt(times * (1 - share) / (share * self._stages))
+        return [*painter, Release("teacher", times, self.sampling_prob, weight=weight)]
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        super()._fit(vault, public)
+        if _taught(public):
+            self.teacher_ = self._teach(vault, public)
+            self.origins_ = self._origins(len(public.classes))
+
+    def _new_teacher(self, public: PublicFacts, taught: Maps) -> Teacher:
+        encoded = Encoded(self._perceptual(), public.shape) if self.encoder else None
+        return Teacher(public.shape, taught.to(self.torch_device), encoded, len(public.classes)).requires_grad_(False)
+
+    def _teach(self, vault: Vault, public: PublicFacts) -> Teacher:
+        """Full-batch gradient descent with momentum, each gradient a noisy sum."""
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        labels = self._even_labels(self.lessons)
+        painted = self._painted(labels, generator)
+        teacher = self._new_teacher(public, Taught(painted, labels, len(public.classes), generator))
+        components = Components(torch.cat([teacher.look(part) for part in painted.split(self.sample_batch)]), self.seed)
+        linear = nn.utils.skip_init(nn.Linear, components.axes.shape[1], len(public.classes), bias=False)
+        nn.init.zeros_(linear.to(self.torch_device).weight)
+        velocity = torch.zeros_like(linear.weight)
+        seen, expected = vault.map(lambda images: components(teacher.look(images))), float(self.counts_.sum())
+        noise = vault.plan["teacher"].noise / (math.sqrt(self.teacher_steps) * expected)
+        rate = self.teacher_rate * (min(1.0, CALM / noise) if noise > 0 else 1.0)
+        for _ in track(self.teacher_steps, "teacher"):
+            sums = seen.gradient(linear, _surprise, release="teacher", bound=self.teacher_bound, with_labels=True)
+            velocity = MOMENTUM * velocity + sums["weight"] / (self.sampling_prob * expected)
+            with torch.no_grad():
+                linear.weight -= rate * velocity
+        teacher.know(components, linear.weight.detach())
+        return teacher
+
+    def _painted(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """What the painter makes, whatever the teacher says."""
+        with torch.no_grad():
+            parts = [super(Atelier, self)._sample(part, generator) for part in labels.split(self.sample_batch)]
+        return torch.cat(parts)
+
+    def _even_labels(self, count: int) -> torch.Tensor:
+        """At least so many labels, as many of each class."""
+        classes = len(self.counts_)
+        return torch.arange(classes, device=self.torch_device).repeat(math.ceil(count / classes))
+
+    def _origins(self, classes: int) -> torch.Tensor:
+        """[class that the teacher sees, class that the painter meant]: how often, among what is painted."""
+        meant = self._even_labels(LOOKED_AT * classes)
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        painted = self._painted(meant, generator)
+        seen = torch.cat([self.teacher_(part).argmax(1) for part in painted.split(self.sample_batch)])
+        pairs = functional.one_hot(seen, classes).T.double() @ functional.one_hot(meant, classes).double()
+        shares = (pairs + torch.eye(classes, device=pairs.device)) * (self.counts_ / self.counts_.sum())
+        return (shares / shares.sum(1, keepdim=True)).float()
+
+    # -- samples ----------------------------------------------------------------------------------------------
+
+    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Painted again and again, until the teacher sees in each image what is asked for, or patience ends."""
+        images = self._painted(labels, generator)
+        if self.disagreement == "keep" or len(self.counts_) == 1:
+            return images
+        alike = torch.eye(len(self.counts_), device=labels.device)
+        origins = self.origins_ if self.disagreement == "relabel" else alike
+        left = torch.arange(len(labels), device=labels.device)
+        for _ in range(TRIES):
+            wanted = labels[left]
+            painted = self._painted(torch.multinomial(origins[wanted], 1, generator=generator)[:, 0], generator)
+            found = self.teacher_(painted).argmax(1) == wanted
+            images[left[found]] = painted[found]
+            left = left[~found]
+            if not len(left):
+                break
+        return images
+
+    def soft_labels(self, images: ImageSet) -> torch.Tensor:
+        """What the teacher sees in images: a probability for each class, [N, classes]. Post-processing."""
+        public = self._fitted()
+        if not _taught(public):
+            raise DataError("there are no classes, so that there is no teacher and there are no labels")
+        if images.shape != public.shape:
+            raise DataError(f"images must be {public.shape} like those of the model, not {images.shape}")
+        parts = torch.split(images.images, self.sample_batch)
+        with torch.no_grad():
+            seen = [self.teacher_(part.to(self.torch_device).float() / 127.5 - 1).softmax(1).cpu() for part in parts]
+        return torch.cat(seen)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        state = super()._state()
+        if _taught(self._fitted()):
+            state |= {"origins": self.origins_, **self.teacher_.state_dict(prefix="teacher.")}
+        return state
+
+    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
+        if _taught(public):
+            with torch.random.fork_rng(devices=[]):
+                maps = Maps(body(small_cnn(public.shape, len(public.classes))))
+            self.teacher_ = self._new_teacher(public, maps)
+            own = {name: value for name, value in state.items() if name.startswith("teacher.")}
+            self.teacher_.load_state_dict({name.removeprefix("teacher."): value for name, value in own.items()})
+            self.origins_ = state["origins"]
+            state = {name: value for name, value in state.items() if name != "origins" and name not in own}
+        super()._restore(public, state)
+
+
+class Teacher(nn.Module):
+    """A linear classifier of what is seen in an image: several vectors of norm one at most, side by side."""
+
+    def __init__(self, shape: tuple[int, int, int], taught: Maps, encoded: Maps | None, classes: int) -> None:
+        super().__init__()
+        device = next(taught.parameters()).device
+        self.taught = taught
+        # a list: what was not taught here is not in the state
+        self._looks: list[Callable[[torch.Tensor], torch.Tensor]] = [Vectors(shape).to(device).scattering, taught]
+        if encoded is not None:
+            self._looks.append(encoded)
+        width = self.look(torch.zeros(1, *shape, device=device)).shape[1]
+        self.weight = nn.Parameter(torch.zeros(classes, width, device=device))
+        self.bias = nn.Parameter(torch.zeros(classes, device=device))
+
+    @torch.no_grad()
+    def look(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([look(images) for look in self._looks], 1) / math.sqrt(len(self._looks))
+
+    def know(self, components: Components, weight: torch.Tensor) -> None:
+        """Takes over what was learned of the components."""
+        self.weight.copy_(weight @ components.axes.T)
+        self.bias.copy_(-self.weight @ components.centre)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.look(images), self.weight, self.bias)
+
+
+class Components:
+    """Principal components of public rows, scaled: rows get a mean norm of one, and lesser components more weight."""
+
+    def __init__(self, rows: torch.Tensor, seed: int) -> None:
+        self.centre = rows.mean(0)
+        count = min(COMPONENTS, *rows.shape)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            torch.manual_seed(seed)
+            _, spread, axes = torch.svd_lowrank(rows - self.centre, count, niter=2)
+        axes = axes * (spread / spread[0]).clamp_min(LEAST_SPREAD) ** -LEVELLING
+        self.axes = axes / ((rows - self.centre) @ axes).norm(dim=1).mean()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = (rows - self.centre) @ self.axes
+        return scaled
+
+
+def _surprise(model: nn.Module, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(rows), labels, reduction="none")
+
+
+def _taught(public: PublicFacts) -> bool:
+    """Without several classes there is nothing to teach, and the painter works alone."""
+    return len(public.classes) > 1

@@ -1,0 +1,102 @@
+"""Atelier: what is released, what the teacher learns, and what becomes of images on which it disagrees."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.data import DataError, ImageSet
+from sfumato.methods.atelier import Atelier, Components
+from sfumato.methods.registry import load
+
+QUICK: dict[str, Any] = {
+    "steps": 6,
+    "paths": 2,
+    "lessons": 200,
+    "features_per_step": 20,
+    "features": 40,
+    "batch_size": 40,
+    "width": 8,
+    "teacher_steps": 10,
+    "device": "cpu",
+    "public_size": True,
+    "epsilon": 20.0,
+}
+
+
+@pytest.fixture(scope="module")
+def fitted(few_digits: ImageSet) -> Atelier:
+    return Atelier(**QUICK).fit(few_digits)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> None:
+    plan = Atelier(**QUICK, teacher_share=share).plan(few_digits.public(declare_size=True))
+    painter, teacher = ((plan[name].times / plan[name].noise ** 2) for name in ("sums", "teacher"))
+    assert teacher / (painter + teacher) == pytest.approx(share)
+    assert plan.epsilon == pytest.approx(20.0, rel=1e-3)
+
+
+def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
+    """The painter has hardly begun, so what the teacher knows it has from its own releases."""
+    assert few_digits.labels is not None
+    seen = fitted.soft_labels(few_digits)
+    assert torch.allclose(seen.sum(1), torch.ones(len(seen)), atol=1e-5)
+    assert (seen.argmax(1) == few_digits.labels).float().mean() > 0.6
+    without = Atelier(**{**QUICK, "epsilon": 0.01}).fit(few_digits).soft_labels(few_digits)
+    assert (without.argmax(1) == few_digits.labels).float().mean() < 0.4
+
+
+def test_images_are_of_the_class_that_the_teacher_sees(fitted: Atelier) -> None:
+    agreed = {}
+    for way in ("keep", "drop", "relabel"):
+        fitted.disagreement = way
+        made = fitted.sample(100)
+        assert made.labels is not None
+        agreed[way] = float((fitted.soft_labels(made).argmax(1) == made.labels).float().mean())
+    assert agreed["relabel"] > agreed["keep"] + 0.2
+    assert agreed["drop"] >= agreed["keep"]
+
+
+def test_origins_are_how_often_the_painter_meant_a_class_that_is_seen(fitted: Atelier) -> None:
+    assert torch.allclose(fitted.origins_.sum(1), torch.ones(len(fitted.origins_)))
+    assert (fitted.origins_ >= 0).all()
+
+
+def test_a_saved_model_paints_and_sees_the_same(fitted: Atelier, few_digits: ImageSet, tmp_path: Path) -> None:
+    fitted.disagreement = "relabel"
+    again = load(fitted.save(tmp_path / "model"), device="cpu")
+    assert isinstance(again, Atelier)
+    assert torch.equal(again.sample(40).images, fitted.sample(40).images)
+    assert torch.allclose(again.soft_labels(few_digits), fitted.soft_labels(few_digits), atol=1e-6)
+
+
+def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
+    model = Atelier(**QUICK).fit(ImageSet(few_digits.images))
+    assert [event["name"] for event in model.certificate_.events] == ["sums"]
+    assert len(model.sample(5)) == 5
+    with pytest.raises(DataError, match="no teacher"):
+        model.soft_labels(few_digits)
+
+
+def test_components_are_level_and_of_mean_norm_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.logspace(0, -2, 20)
+    rows = 3 + torch.randn(500, 20, generator=generator) * spread
+    scaled = Components(rows, seed=0)(rows)
+    assert scaled.norm(dim=1).mean().item() == pytest.approx(1.0, rel=1e-5)
+    ratio = float(scaled.std(0)[0] / scaled.std(0)[19])
+    assert ratio == pytest.approx(math.sqrt(100), rel=0.3)  # 100 before, levelled by its root
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [({"form": "gp"}, "pathwise"), ({"disagreement": "shout"}, "relabel"), ({"teacher_share": 1.0}, "between 0 and 1")],
+)
+def test_bad_settings_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Atelier(**{**QUICK, **params}).validate()
