@@ -268,6 +268,9 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
             mapped._batch_size = 1
             return mapped  # type: ignore[no-any-return]
 
+        def gradient(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+            return super().gradient(*args, **{**options, "at_once": 1})  # type: ignore[no-any-return]
+
         def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
             """The same records in both runs, and the one that differs in every sample: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))

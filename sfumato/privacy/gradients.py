@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
 COARSE = 5  # times larger margins for rounding where a network computes with less than float32
+MOST_TIMES = 1e30  # a bound: a longer gradient counts as zero, since the factor that clips it is no plain float32
 LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into float32
 STIR = 0.02  # standard deviation
 RULE_MARGIN = 1e-2  # relative, between a layer's gradient by its rule and by differentiation (in TF32, maybe)
@@ -166,10 +167,10 @@ class Gradients:
                     "pixels. It worked on public ones: does it depend on the values?"
                 )
             total += part
-            witness = torch.cat([norms[:, place].flatten(), losses[:, place].double()])
+            witness = norms[:, place], losses[:, place].double()
             first = witness if first is None else first
-            apart, length = (t.nan_to_num(nan=0.0).abs().max() for t in (witness - first, first))
-            changed = torch.maximum(changed, apart / length.clamp_min(1e-30))
+            for now, then in zip(witness, first, strict=True):  # each by its own scale
+                changed = torch.maximum(changed, (now - then).abs().max() / then.abs().max().clamp_min(1e-30))
         if not changed <= self.margin:  # after the last batch, when nothing has left yet
             raise RuntimeError(
                 "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
@@ -182,31 +183,34 @@ class Gradients:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(sum of clipped gradients [lanes, parameters], norms [lanes, n, names], losses [lanes, n]).
 
-        `inputs` are [lanes, n, ...]; records that are not `present`, or whose gradient is not finite, count as zero.
+        `inputs` are [lanes, n, ...]; records that are not `present`, or whose gradient is not finite or out of all
+        proportion to its bound, count as zero.
 
         Guarantee: each lane's sum is one of rows, each computed from one record, of norm at most the bound of each
         group, up to the rounding of float32.
         """
         if self.lanes > 1 and self._apart:
-            total = torch.zeros(self.lanes, self.parameters)
-            norms = torch.full((*present.shape, len(self.weights)), math.nan, dtype=torch.float64)
-            losses = torch.full(present.shape, math.nan)
-            for lane in present.any(1).nonzero()[:, 0].tolist():  # the others are passed over
-                made = self._lane(lane).clipped([part[lane : lane + 1] for part in inputs], present[lane : lane + 1])
-                total[lane], norms[lane], losses[lane] = (each[0] for each in made)
+            made = [
+                self._lane(lane).clipped(_longer(inputs, lane), *_longer([present], lane)) for lane in range(self.lanes)
+            ]
+            kept = [
+                (total, norms[:, : present.shape[1]], losses[:, : present.shape[1]]) for total, norms, losses in made
+            ]
+            total, norms, losses = (torch.cat(parts) for parts in zip(*kept, strict=True))
             return total, norms, losses
         parts, losses = self._parts(inputs)
-        with _full_precision():
+        with _full_precision(self._device):
             total, squares = self._clipped(parts, present)
         return total, squares.sqrt(), losses
 
     def _clipped(self, parts: dict[str, Part], present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         squares = {name: part.squares() for name, part in parts.items()}
         factors: Tensors = {}
-        finite = torch.stack(list(squares.values())).sum(0).isfinite()
-        for bound, names in self.groups:
-            norms = torch.stack([squares[name] for name in names]).sum(0).sqrt()
-            factor = torch.where(finite & present, bound / norms.clamp_min(bound), 0.0).float()
+        sizes = [torch.stack([squares[name] for name in names]).sum(0).sqrt() for _, names in self.groups]
+        finite = torch.stack([size <= MOST_TIMES * bound for size, (bound, _) in zip(sizes, self.groups, strict=True)])
+        finite = finite.all(0)  # what is NaN is not
+        for size, (bound, names) in zip(sizes, self.groups, strict=True):
+            factor = torch.where(finite & present, bound / size.clamp_min(bound), 0.0).float()
             factors |= dict.fromkeys(names, factor)
         if not bool(finite.all()):  # zero times NaN would be NaN
             for part in parts.values():
@@ -276,7 +280,7 @@ class Gradients:
                 raise ValueError(f"a loss must give one number per image, got {tuple(losses.shape)}")
             return losses.unflatten(0, (len(images), self._views)).float().mean(1)  # type: ignore[no-any-return]
 
-        with torch.no_grad():
+        with torch.no_grad(), self._cast():
             losses: torch.Tensor = self._over_lanes(together)(self._state(), *inputs).detach()
         return losses
 
@@ -324,7 +328,7 @@ class Gradients:
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
             slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
         parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
-        with _full_precision():
+        with _full_precision(self._device):
             for call, slope, entered in zip(self.calls, tapped, given, strict=True):
                 for name, part in by_rule(call, entered.detach().float(), slope.detach().float()):
                     parts[name] = parts[name].plus(part) if name in parts else part
@@ -355,9 +359,8 @@ class Gradients:
         return losses
 
     def _cast(self) -> Any:
-        if self._precision == torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._precision, cache_enabled=False)
+        lower = self._precision != torch.float32
+        return torch.autocast(self._device.type, self._precision if lower else None, enabled=lower, cache_enabled=False)
 
 
 class _Whole(nn.Module):
@@ -372,23 +375,39 @@ class _Whole(nn.Module):
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """Matrix products of float32 as such, whatever the user has chosen for networks."""
-    newer: Any = torch.backends.cuda.matmul
-    try:
-        chosen = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was chosen by the newer way, which does not go with this one
-        before, newer.fp32_precision = newer.fp32_precision, "ieee"
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Matrix products of float32 as such, whatever the user has chosen for networks, or runs this under."""
+    with torch.autocast(device.type, enabled=False):
+        try:
+            chosen = torch.get_float32_matmul_precision()
+        except RuntimeError:  # it was chosen by the newer way, which does not go with this one
+            with _ieee():
+                yield
+            return
+        torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
-            newer.fp32_precision = before
-        return
-    torch.set_float32_matmul_precision("highest")
+            torch.set_float32_matmul_precision(chosen)
+
+
+@contextmanager
+def _ieee() -> Iterator[None]:
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _longer(tensors: Sequence[torch.Tensor], lane: int) -> list[torch.Tensor]:
+    """What is a lane's, with some zeros after it: lanes have other sizes, so that no tensor fits two in a row."""
+    chosen = [tensor[lane : lane + 1] for tensor in tensors]
+    return [torch.cat([part, part.new_zeros(1, lane % 3 + 1, *part.shape[2:])], 1) for part in chosen]
 
 
 # -- what may be asked for ------------------------------------------------------------------------------------

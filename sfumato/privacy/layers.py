@@ -6,6 +6,7 @@ record by record, up to the rounding of float32, whatever the numbers are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 CANCELLED = 1e-8  # of (sum_t |l_t| |r_t|)^2: added to squared norms, for what rounding leaves of terms that cancel
+MOST_FACTOR = 1e12
 CHEAPER = 4  # times fewer operations: then a gradient is not written down
 
 
@@ -78,14 +80,15 @@ class Written:
         self.each = each.float()
 
     def squares(self) -> torch.Tensor:
-        norms: torch.Tensor = torch.linalg.vector_norm(self.each.flatten(2), dim=2)
-        return norms.double().square()
+        each = self.each.reshape(*self.each.shape[:2], -1)
+        norms: torch.Tensor = torch.linalg.vector_norm(each, dim=2, dtype=torch.float64)
+        return norms.square()
 
     def clear(self, bad: torch.Tensor) -> None:
         self.each = self.each.masked_fill(_like(bad, self.each), 0)
 
     def total(self, factors: torch.Tensor) -> torch.Tensor:
-        return (factors[:, None] @ self.each.flatten(2))[:, 0]
+        return (factors[:, None] @ self.each.reshape(*self.each.shape[:2], -1))[:, 0]
 
     def whole(self) -> torch.Tensor:
         return self.each
@@ -101,6 +104,11 @@ class Products:
         self.left, self.right, self.shape = left, right, shape
 
     def squares(self) -> torch.Tensor:
+        """Infinite where a factor is so large that the other could be too small for float32."""
+        most = torch.maximum(*(side.abs().amax((2, 3)) for side in (self.left, self.right)))
+        return torch.where(most <= MOST_FACTOR, self._squares(), math.inf)
+
+    def _squares(self) -> torch.Tensor:
         if self.left.shape[2] == 1:
             norms: list[torch.Tensor] = [
                 torch.linalg.vector_norm(side, dim=(2, 3), dtype=torch.float64) for side in (self.left, self.right)
