@@ -60,8 +60,7 @@ def jobs(tables: Iterable[str], seeds: int, data: Sequence[str], classifiers: Se
     for name, params in VARIANTS.items() if "variants" in tables else ():
         add(f"variants: {name}", GREY, {"epsilon": 1.0, **params}, 1)
     if "core" in tables:
-        quick = {"steps": 1800, "features_per_step": 500, "batch_size": 200, "scattering_share": 0.0}
-        add("core", GREY, {"epsilon": 1.0, **quick}, seeds)
+        add("core", GREY, {"epsilon": 1.0}, seeds)
     if "published" in tables:
         add("published (no guarantee)", GREY, {"epsilon": 1.0, **PUBLISHED}, 1)
     for epsilon in BUDGETS if "budget" in tables else ():

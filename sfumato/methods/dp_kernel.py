@@ -80,6 +80,12 @@ class KernelGenerator(GeneratorMethod):
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and taught features"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share"})
+    on_cpu: ClassVar[dict[str, Any]] = {
+        "steps": 1800,
+        "features_per_step": 500,
+        "batch_size": 200,
+        "scattering_share": 0.0,
+    }
 
     form: str = "pathwise"
     variant: str = "conditional"

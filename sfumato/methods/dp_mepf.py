@@ -66,6 +66,7 @@ class PerceptualEmbedding(GeneratorMethod):
     key: ClassVar[str] = "dp-mepf"
     paper: ClassVar[str] = "Harder et al., TMLR 2023"
     summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
+    on_cpu: ClassVar[dict[str, Any]] = {"encoder": "scattering", "steps": 1500, "batch_size": 100}
 
     encoder: str = "auto"
     layers: str = "balanced"

@@ -13,6 +13,7 @@ import torch
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
+from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 
 QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
@@ -51,6 +52,21 @@ def test_parameters_are_stored_and_set() -> None:
 def test_bad_parameters_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sf.create("dp-merf", **params)
+
+
+def test_without_a_gpu_defaults_are_those_that_finish_there() -> None:
+    assert create("dp-kernel", device="cpu").get_params()["steps"] == METHODS["dp-kernel"].on_cpu["steps"]
+    assert create("dp-kernel", device="cpu", steps=7).get_params()["steps"] == 7
+    assert METHODS["dp-kernel"]().get_params()["steps"] > METHODS["dp-kernel"].on_cpu["steps"]
+    for method in METHODS.values():
+        method.check_params(method.on_cpu)
+
+
+def test_the_default_method_is_that_of_the_device() -> None:
+    assert create(device="cpu").key == "dp-merf"
+    assert create(device="cuda").key == "dp-kernel"
+    with pytest.raises(ValueError, match="device must be"):
+        create(device="abacus")
 
 
 def test_unknown_methods_are_named() -> None:
