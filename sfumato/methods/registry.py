@@ -20,10 +20,10 @@ from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 
 _TYPES: tuple[type[Synthesizer], ...] = (
-    Atelier,
     MeanEmbedding,
     PerceptualEmbedding,
     KernelGenerator,
+    Atelier,
     LatentFlow,
     NonlinearCondenser,
     LinearCondenser,
