@@ -8,8 +8,10 @@ Released, once: the sums over each class of phi_1, all activations divided by th
 divided by theirs (Eq. 5 and 6); with `stopping`, of the same for the last layer alone, pooled, at ten times the noise
 (section 3.2); noisy class counts unless sizes are declared public. The moments are one row, with a tenth of the pooled
 ones at its end: the privacy of that is what the parts would cost as releases of their own, in one pass over the images.
-Public: image shape, class names; the encoder, whose checksum and training data the certificate names.
-Events: one Gaussian release on all the data, and that of the counts, composed exactly; classes are blocks of a vector.
+Public: image shape, class names; the encoder, whose checksum and training data the certificate names. Or the encoder
+learns from the private images (`encoder="dp"`); then the gradients of its loss are released, too.
+Events: one Gaussian release on all the data, and that of the counts, composed exactly; classes are blocks of a vector;
+for `dp`, gradients over Poisson samples.
 No entry of a row is negative, so that replacing an image moves a sum by sqrt(2) times its bound, not by the paper's 2.
 
 All classes are divided by the same number m of images, as in Eq. 6, and a class's generated mean is multiplied by its
@@ -30,6 +32,7 @@ from torch import nn
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import load_perceptual
+from sfumato.encoders.private import FACTS, PrivateEncoder
 from sfumato.encoders.scattering import Scattering
 from sfumato.methods.generating import GeneratorMethod, Training, warm_cosine
 from sfumato.nets.graph import Graph
@@ -44,7 +47,8 @@ LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
 LOSSES = ("square", "moving")
 LAYERS = ("balanced", "paper")
-NO_WEIGHTS = "scattering"
+NO_WEIGHTS, PRIVATE = "scattering", "dp"
+ENCODER_SAMPLING = 0.1  # part of the images in a gradient of a private encoder
 PIXEL, FIRST_ORDER, SECOND_ORDER = 0.25, 3.0, 10.0  # weights beside each other, for `scattering`
 ENCODERS = {1: "small_cifar10", 3: "small_tinyimagenet"}  # by colours
 TYPICAL = (1_000, 10_000, 100_000)  # images, where nobody says how many there are
@@ -56,10 +60,12 @@ class PerceptualEmbedding(GeneratorMethod):
     """Noisy moments of a public network's activations, matched by a conditional generator.
 
     encoder: a name, path or checksum as `load_perceptual` takes it; `auto`, one that this package brings; `scattering`,
-    pixels and wavelet coefficients, which nobody trained. layers: `balanced`, all of a network's layers weigh the same;
-    `paper`, each by its activations, of which the first layers have most. moments: 1, or 2 with squares. stopping: keep
-    the snapshot of the generator, out of `snapshots`, that is nearest to another release. loss: `square`, the distance
-    itself, unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with rate `moving_rate`.
+    pixels and wavelet coefficients, which nobody trained; `dp`, one that learns from the private images, by
+    `encoder_steps` noisy gradients for `encoder_share` of the budget. layers: `balanced`, all of a network's layers
+    weigh the same; `paper`, each by its activations, of which the first layers have most. moments: 1, or 2 with
+    squares. stopping: keep the snapshot of the generator, out of `snapshots`, that is nearest to another release. loss:
+    `square`, the distance itself, unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with
+    rate `moving_rate`.
     steps, batch_size, learning_rate, ema: of the generator.
     """
 
@@ -69,6 +75,8 @@ class PerceptualEmbedding(GeneratorMethod):
     on_cpu: ClassVar[dict[str, Any]] = {"encoder": "scattering", "steps": 1500, "batch_size": 100}
 
     encoder: str = "auto"
+    encoder_share: float = 0.5
+    encoder_steps: int = 200
     layers: str = "balanced"
     moments: int = 2
     stopping: bool = True
@@ -86,6 +94,8 @@ class PerceptualEmbedding(GeneratorMethod):
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.layers not in LAYERS:
             raise ValueError(f"layers must be one of {', '.join(LAYERS)}, got {self.layers!r}")
+        if not self.encoder_share < 1:
+            raise ValueError(f"encoder_share must lie between 0 and 1, got {self.encoder_share!r}")
         if self.moments not in (1, 2):
             raise ValueError(f"moments must be 1 or 2, got {self.moments!r}")
         return super().validate()
@@ -96,7 +106,17 @@ class PerceptualEmbedding(GeneratorMethod):
                 f"dp-mepf is for images of up to {LARGEST_SIDE} pixels a side; pass a smaller size (--size 64)"
             )
         counts = [] if public.sizes else [Release("counts", weight=COUNTS_WEIGHT * self._bound, nonnegative=True)]
-        return [*counts, Release("moments", nonnegative=True)]
+        return [*counts, *self._lessons(public), Release("moments", nonnegative=True)]
+
+    def _lessons(self, public: PublicFacts) -> list[Release]:
+        """What a private encoder learns from."""
+        if self.encoder != PRIVATE:
+            return []
+        if len(public.classes) < 2:
+            raise DataError("encoder 'dp' learns to tell classes apart, and there are none; choose another encoder")
+        share, times = self.encoder_share, self.encoder_steps
+        weight = ENCODER_SAMPLING * math.sqrt(times * (1 - share) / share)
+        return [Release("encoder", times, ENCODER_SAMPLING, weight=weight)]
 
     @property
     def _bound(self) -> float:
@@ -112,6 +132,8 @@ class PerceptualEmbedding(GeneratorMethod):
         counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
         self.counts_ = counts.float().clamp_min(1)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
+        if isinstance(embedding.maps, PrivateEncoder):
+            embedding.maps.learn(vault, vault.plan["encoder"], float(total))
         rows = partial(embedding.rows, powers=self._powers, stopping=self.stopping)
         sums = vault.sum(rows, release="moments", bound=self._bound, by_class=True) / total
         means = [sums[:, embedding.dimension * place :][:, : embedding.dimension] for place in range(self.moments)]
@@ -155,10 +177,14 @@ class PerceptualEmbedding(GeneratorMethod):
         """The encoder that is asked for; raises `DataError` where there is none."""
         if self.encoder == NO_WEIGHTS:
             return _scattering(public.shape, self.torch_device)
+        balanced = self.layers == "balanced"
+        if self.encoder == PRIVATE:
+            network = PrivateEncoder(public.shape, len(public.classes), self.seed).to(self.torch_device)
+            return Embedding(network, network.dimension(public.shape), FACTS, balanced)
         name = ENCODERS[public.shape[0]] if self.encoder == "auto" else self.encoder
         precision = torch.bfloat16 if self.torch_device.type == "cuda" else torch.float32
         encoder = load_perceptual(name, self.torch_device, precision)
-        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts, self.layers == "balanced")
+        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts, balanced)
 
     # -- what the noise does --------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
+from sfumato.encoders.private import PrivateEncoder
 from sfumato.encoders.weights import sha256_of
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
@@ -25,6 +26,7 @@ from sfumato.methods.dp_mepf import (
     shift_bounds,
 )
 from sfumato.methods.generating import Training
+from sfumato.privacy import Budget, Release, Vault
 
 FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
 QUICK: dict[str, Any] = {
@@ -103,6 +105,28 @@ def test_the_encoders_that_are_shipped_are_the_defaults_and_say_what_they_saw() 
     for shape, data in (((1, 28, 28), "CIFAR-10"), ((3, 32, 32), "Tiny-ImageNet")):
         model = PerceptualEmbedding(encoder="auto", device="cpu")
         assert data in model._facts(replace(FACTS, shape=shape))["encoder"]["trained_on"]
+
+
+def test_a_private_encoder_is_sound_and_is_paid_for(few_digits: ImageSet) -> None:
+    settings = {**QUICK, "encoder": "dp", "encoder_steps": 2, "steps": 2, "secure": True}
+    few = few_digits.subset(torch.arange(16))
+    check_synthesizer(lambda **params: PerceptualEmbedding(**{**settings, **params}), few)
+    certificate = PerceptualEmbedding(**settings).fit(few).certificate_
+    assert [event["name"] for event in certificate.events] == ["counts", "encoder", "moments"]
+    assert "private" in certificate.public_facts["encoder"]["trained_on"]
+    with pytest.raises(DataError, match="there are none"):
+        PerceptualEmbedding(**settings).plan(ImageSet(few_digits.images).public())
+
+
+def test_a_private_encoder_learns_to_tell_classes(few_digits: ImageSet) -> None:
+    release = Release("encoder", 60, 0.5, 0.1)
+    vault = Vault(few_digits, Budget(1e6), [release], secure=False)
+    network = PrivateEncoder(few_digits.shape, len(few_digits.classes), seed=0)
+    network.learn(vault, release, len(few_digits))
+    with torch.no_grad():
+        scores = network.classifier(network(few_digits.images.float() / 127.5 - 1)[-1].mean((2, 3)))
+    assert few_digits.labels is not None
+    assert (scores.argmax(1) == few_digits.labels).float().mean() > 0.8
 
 
 # -- releases -----------------------------------------------------------------------------------------------------
