@@ -1,0 +1,123 @@
+"""`atelier` on real data: accuracy at several epsilons, and what its parts are worth, in a program that can be stopped.
+
+    python benchmarks/atelier.py --folder DATA --workers 5 --json benchmarks/results/atelier.json --pictures DIR
+
+Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with what the
+teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`, `painter`
+(pixels only; no taught features), `images` (how many are generated), `core` (defaults without a GPU:
+`--tables core --device cpu --seeds 1`).
+
+The protocol is that of `dp_kernel.py`: class sizes declared public, 60,000 images (or as many as there are private
+ones), tested once on the real test split; each seed draws its own frequencies, networks and classifier. With
+`--held-out` a sixth of the training images takes the place of the test split: for choosing settings. Rows that the JSON
+file holds are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from dp_kernel import BUDGETS, GREY
+from running import DATA, Job, Row, arguments, carry_out, known, load
+
+import sfumato as sf
+from sfumato.data import ImageSet, contact_sheet
+from sfumato.evaluate import downstream_accuracy
+from sfumato.methods.atelier import DISAGREEMENT, Atelier
+
+CLASSIFIERS = ("small_cnn", "convnet", "resnet18")
+MOST = 60_000
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All of them, the ones that matter most first."""
+    found: list[Job] = []
+
+    def add(
+        table: str, names: tuple[str, ...], params: dict[str, Any], *, ways: tuple[str, ...] = ("relabel",)
+    ) -> None:
+        for name in names:
+            for seed in range(options.seeds if name in options.data else 0):
+                job = {"table": table, "data": name, "seed": seed, "params": params, "ways": ways, "images": [MOST]}
+                found.append(job)
+
+    for epsilon in BUDGETS if "budget" in options.tables else ():
+        add("budget", ("cifar10", *GREY), {"epsilon": epsilon}, ways=DISAGREEMENT)
+    for share in (0.2, 0.6) if "teacher_share" in options.tables else ():
+        add(f"teacher_share {share:g}", GREY, {"epsilon": 1.0, "teacher_share": share})
+    if "painter" in options.tables:
+        add("painter: pixels only", GREY, {"epsilon": 1.0, "scattering_share": 0.0})
+        add("painter: nothing taught", GREY, {"epsilon": 1.0, "paths": 1})
+    if "images" in options.tables:
+        add("images", GREY, {"epsilon": 1.0})
+        found[-1]["images"] = [1_000, 5_000, 20_000, 200_000]
+    for epsilon in BUDGETS if "budget" in options.tables else ():
+        add("budget", ("mednist", "celeba"), {"epsilon": epsilon}, ways=DISAGREEMENT)
+    if "core" in options.tables:
+        add("core", GREY, {"epsilon": 1.0}, ways=DISAGREEMENT)
+    return found
+
+
+def split(name: str, options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
+    images, test = load(name, options.folder)
+    if not options.held_out:
+        return images, test
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.subset(order[len(images) // 6 :]), images.subset(order[: len(images) // 6])
+
+
+def run(job: Job, options: argparse.Namespace) -> list[Row]:
+    images, test = split(job["data"], options)
+    model = sf.create("atelier", seed=job["seed"], device=options.device, public_size=True, **job["params"])
+    assert isinstance(model, Atelier)
+    started = time.perf_counter()
+    model.fit(images)
+    seconds = round(time.perf_counter() - started, 1)
+    seen = model.soft_labels(test).argmax(1)
+    certified = round(model.certificate_.epsilon or 0.0, 4)
+    about = {"certified": certified, "fit_s": seconds, **{key: job[key] for key in ("table", "data", "seed", "params")}}
+    assert test.labels is not None
+    rows = [_row(about, "the teacher itself", "", 100 * float((seen == test.labels).float().mean()))]
+    for way in job["ways"]:
+        for count in job["images"]:
+            model.disagreement = way
+            synthetic = model.sample(min(count, len(images)) if count == MOST else count)
+            if options.pictures and job["seed"] == 0 and way == "relabel" and count == MOST:
+                name = job["table"].replace(":", "").replace(" ", "_")
+                contact_sheet(synthetic, options.pictures / f"{name}_{job['data']}_{job['params']['epsilon']:g}.png")
+            for classifier in options.classifiers if way == "relabel" else options.classifiers[:1]:
+                found = downstream_accuracy(
+                    synthetic, test, classifier, seeds=(job["seed"],), device=model.torch_device
+                )
+                rows.append(_row(about, way if count == MOST else f"{way}, {count} images", classifier, found.mean))
+    return rows
+
+
+def _row(about: Row, way: str, classifier: str, accuracy: float) -> Row:
+    return {**about, "way": way, "classifier": classifier, "accuracy": round(accuracy, 2)}
+
+
+def group(row: Row) -> str:
+    parts = [row["table"], row["data"], f"epsilon {row['params']['epsilon']:g}", row["way"], row["classifier"]]
+    return " | ".join(part for part in parts if part)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    tables = ["budget", "teacher_share", "painter", "images"]
+    parser.add_argument("--tables", nargs="+", default=tables, choices=[*tables, "core"])
+    parser.add_argument("--data", nargs="+", default=list(DATA))
+    parser.add_argument("--classifiers", nargs="+", default=list(CLASSIFIERS))
+    parser.add_argument("--held-out", action="store_true")
+    options = parser.parse_args()
+    rows = known(options.json)
+    have = {(row["table"], row["data"], row["params"]["epsilon"], row["seed"]) for row in rows}
+    todo = [j for j in jobs(options) if (j["table"], j["data"], j["params"]["epsilon"], j["seed"]) not in have]
+    carry_out(todo, rows, run, group, options)
+
+
+if __name__ == "__main__":
+    main()
