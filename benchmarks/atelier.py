@@ -3,8 +3,8 @@
     python benchmarks/atelier.py --folder DATA --workers 5 --json benchmarks/results/atelier.json --pictures DIR
 
 Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with what the
-teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`, `painter`
-(pixels only; no taught features), `images` (how many are generated), `core` (defaults without a GPU:
+teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`,
+`painter` (pixels only; no taught features), `images` (how many are generated), `core` (defaults without a GPU:
 `--tables core --device cpu --seeds 1`).
 
 The protocol is that of `dp_kernel.py`: class sizes declared public, 60,000 images (or as many as there are private

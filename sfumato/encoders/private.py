@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = {
 
 
 class PrivateEncoder(nn.Module):
-    """Three convolutions, the first at full size: all activations after ReLU, and a classifier on the means of the last."""
+    """Three convolutions, the first at full size: all activations after ReLU, and a classifier on the last."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, seed: int) -> None:
         super().__init__()
