@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -42,7 +43,8 @@ def authors(folder: Path, images: ImageSet, steps: int) -> float:
     reader.set_datasets = lambda *_: (ready, None)  # type: ignore[attr-defined]
     sys.path.insert(0, str(folder))
     sys.modules["datasets"] = reader
-    sys.modules.setdefault("torchvision", types.ModuleType("torchvision"))
+    if importlib.util.find_spec("torchvision") is None:  # it only writes their pictures
+        sys.modules.update({name: types.ModuleType(name) for name in ("torchvision", "torchvision.utils")})
     from pyvacy import sampling  # type: ignore[import-not-found]
 
     times: list[float] = []

@@ -5,7 +5,8 @@ S2 = ||x ⋆ ψ| ⋆ ψ'| ⋆ φ. It has no weights, hence no question about pub
 Filters and conventions are Kymatio's, and so are the numbers, to 1e-4.
 
 What makes it fast: all filters of a scale in one transform; sub-sampling as a sum over the aliases of the spectrum; and
-φ, which is separable, as two small matrices that average, sub-sample and cut off the border in one go.
+φ, which is separable, as two small matrices that average, sub-sample and cut off the border in one go. On a GPU small
+images are multiplied by whole filters as matrices: far more arithmetic, and much less to move than a Fourier transform.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 SIGMA, FREQUENCY = 0.8, 0.75 * math.pi  # of the finest wavelet; each scale doubles the one and halves the other
 WRAPS = range(-2, 3)  # periods over which a filter is summed
+LARGEST_MATRIX = 2**26  # entries, of filters as a matrix
 
 
 class Scattering(nn.Module):
@@ -39,6 +41,8 @@ class Scattering(nn.Module):
         step = 2**scales
         padded = [((side + step) // step + 1) * step for side in size]
         self._padding = [amount for side, whole in zip(size, padded, strict=True) for amount in _around(side, whole)]
+        self._matrices: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._small = 2 * angles * math.prod(padded) ** 2 <= LARGEST_MATRIX
         for scale in range(scales):
             spectra = [
                 _morlet(padded, SIGMA * 2**scale, (angles - angles // 2 - 1 - n) * math.pi / angles, scale, 4 / angles)
@@ -57,21 +61,45 @@ class Scattering(nn.Module):
         flat = functional.pad(images.flatten(0, 1)[:, None], (left, right, top, bottom), mode="reflect")
         parts = [self._averaged(flat, 0)]
         second = []
-        spectrum = torch.fft.fft2(flat)
+        seen = self._seen(flat)
         for first in range(self.scales):
-            maps = self._filtered(spectrum, first, 0)
+            maps = self._filtered(seen, first, 0)
             parts.append(self._averaged(maps, first))
             if first + 1 < self.scales:
-                spectra = torch.fft.fft2(maps)
-                made = [self._filtered(spectra, scale, first) for scale in range(first + 1, self.scales)]
+                again = self._seen(maps)
+                made = [self._filtered(again, scale, first) for scale in range(first + 1, self.scales)]
                 kept = [self._averaged(m, scale) for scale, m in enumerate(made, first + 1)]
                 # for each wavelet of the first order, all of the second
                 second.append(torch.cat([k.unflatten(1, (self.angles, self.angles)) for k in kept], 2).flatten(1, 2))
         coefficients: torch.Tensor = torch.cat([*parts, *second], 1).unflatten(0, images.shape[:2])
         return coefficients
 
-    def _filtered(self, spectra: torch.Tensor, scale: int, resolution: int) -> torch.Tensor:
+    def _seen(self, maps: torch.Tensor) -> torch.Tensor:
+        """Maps as filters take them: their spectra, or, for matrices, as they are."""
+        return maps if self._by_matrix(maps) else torch.fft.fft2(maps)
+
+    def _by_matrix(self, maps: torch.Tensor) -> bool:
+        return self._small and maps.is_cuda
+
+    def _filtered(self, seen: torch.Tensor, scale: int, resolution: int) -> torch.Tensor:
         """|x ⋆ ψ| for all maps and angles, sub-sampled to the wavelets' scale: [N, maps * angles, h, w]."""
+        if not self._by_matrix(seen):
+            return self._waves(seen, scale, resolution).abs().flatten(1, 2)
+        height, width = (side >> (scale - resolution) for side in seen.shape[2:])
+        pairs = seen.flatten(2) @ self._matrix(seen, scale, resolution)
+        return torch.view_as_complex(pairs.unflatten(2, (self.angles, height, width, 2))).abs().flatten(1, 2)
+
+    def _matrix(self, like: torch.Tensor, scale: int, resolution: int) -> torch.Tensor:
+        """The filters of a scale, [pixels of a map, angles * h * w * 2]: what they make of each pixel by itself."""
+        key = scale, resolution, like.device
+        if key not in self._matrices:
+            pixels = torch.eye(math.prod(like.shape[2:]), device=like.device).unflatten(1, (1, *like.shape[2:]))
+            waves = self._waves(torch.fft.fft2(pixels), scale, resolution)
+            self._matrices[key] = torch.view_as_real(waves).flatten(1).contiguous()
+        return self._matrices[key]
+
+    def _waves(self, spectra: torch.Tensor, scale: int, resolution: int) -> torch.Tensor:
+        """x ⋆ ψ, sub-sampled: complex, [N, maps, angles, h, w]."""
         wavelets = getattr(self, f"wavelets_{scale}_{resolution}")
         factor = 2 ** (scale - resolution)
         height, width = (side // factor for side in spectra.shape[2:])
@@ -82,8 +110,8 @@ class Scattering(nn.Module):
                 product = spectra[part][:, :, None] * wavelets[part]
                 total = product if total is None else total + product
         assert total is not None
-        maps: torch.Tensor = torch.fft.ifft2(total / factor**2).abs().flatten(1, 2)
-        return maps
+        waves: torch.Tensor = torch.fft.ifft2(total / factor**2)
+        return waves
 
     def _averaged(self, maps: torch.Tensor, scale: int) -> torch.Tensor:
         rows, columns = (getattr(self, f"average_{scale}_{axis}") for axis in range(2))

@@ -41,6 +41,7 @@ class Synthesizer(ABC):
     claimed: ClassVar[dict[str, Any] | None] = None
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
     sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
+    on_cpu: ClassVar[dict[str, Any]] = {}  # what `create` takes in place of defaults that want a GPU
     vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
 
     epsilon: float = 1.0
@@ -207,17 +208,12 @@ class Synthesizer(ABC):
             value = getattr(self, field.name)
             if value != 0 or field.name not in self.may_be_zero:
                 _check_like(field.name, value, field.default)
-        try:
-            self.torch_device  # noqa: B018
-        except RuntimeError:
-            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}") from None
+        chosen_device(self.device)
         return self
 
     @property
     def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        return chosen_device(self.device)
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -256,6 +252,16 @@ class Synthesizer(ABC):
         if wanted.min() < 0 or wanted.max() >= len(classes):
             raise ValueError(f"labels must lie between 0 and {len(classes) - 1}")
         return wanted
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of that name; `auto`: a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
 
 
 def _check_like(name: str, value: Any, default: Any) -> None:

@@ -95,7 +95,7 @@ class KernelGenerator(GeneratorMethod):
     encoder: str = ""
     window: tuple[float, float] = (0.05, 1.0)
     lessons: int = 12_000
-    batch_size: int = 300
+    batch_size: int = 600
     learning_rate: float = 5e-3
     ema: float = 0.99
 

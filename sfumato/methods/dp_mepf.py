@@ -43,6 +43,7 @@ LARGEST_SIDE = 128
 LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
 LOSSES = ("square", "moving")
+LAYERS = ("balanced", "paper")
 NO_WEIGHTS = "scattering"
 PIXEL, FIRST_ORDER, SECOND_ORDER = 0.25, 3.0, 10.0  # weights beside each other, for `scattering`
 ENCODERS = {1: "small_cifar10", 3: "small_tinyimagenet"}  # by colours
@@ -55,9 +56,10 @@ class PerceptualEmbedding(GeneratorMethod):
     """Noisy moments of a public network's activations, matched by a conditional generator.
 
     encoder: a name, path or checksum as `load_perceptual` takes it; `auto`, one that this package brings; `scattering`,
-    pixels and wavelet coefficients, which nobody trained. moments: 1, or 2 with squares. stopping: keep the snapshot of
-    the generator, out of `snapshots`, that is nearest to a further release. loss: `square`, the distance itself,
-    unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with rate `moving_rate`.
+    pixels and wavelet coefficients, which nobody trained. layers: `balanced`, all of a network's layers weigh the same;
+    `paper`, each by its activations, of which the first layers have most. moments: 1, or 2 with squares. stopping: keep
+    the snapshot of the generator, out of `snapshots`, that is nearest to another release. loss: `square`, the distance
+    itself, unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with rate `moving_rate`.
     steps, batch_size, learning_rate, ema: of the generator.
     """
 
@@ -65,13 +67,14 @@ class PerceptualEmbedding(GeneratorMethod):
     paper: ClassVar[str] = "Harder et al., TMLR 2023"
     summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
 
-    encoder: str = "scattering"
+    encoder: str = "auto"
+    layers: str = "balanced"
     moments: int = 2
     stopping: bool = True
     snapshots: int = 10
     loss: str = "square"
-    steps: int = 2000
-    batch_size: int = 100
+    steps: int = 3000
+    batch_size: int = 300
     learning_rate: float = 2e-3
     moving_rate: float = 1e-4
     network: str = "residual"
@@ -80,6 +83,8 @@ class PerceptualEmbedding(GeneratorMethod):
     def validate(self) -> Self:
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.layers not in LAYERS:
+            raise ValueError(f"layers must be one of {', '.join(LAYERS)}, got {self.layers!r}")
         if self.moments not in (1, 2):
             raise ValueError(f"moments must be 1 or 2, got {self.moments!r}")
         return super().validate()
@@ -128,7 +133,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
         def loss(images: torch.Tensor) -> torch.Tensor:
             maps = embedding.maps(images)
-            return matching([_moment(maps, power).unflatten(0, (-1, each)) for power in self._powers])
+            return matching([embedding.moment(maps, power).unflatten(0, (-1, each)) for power in self._powers])
 
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         training = Training(self, public, generator, each=each, ema=self.ema)
@@ -152,7 +157,7 @@ class PerceptualEmbedding(GeneratorMethod):
         name = ENCODERS[public.shape[0]] if self.encoder == "auto" else self.encoder
         precision = torch.bfloat16 if self.torch_device.type == "cuda" else torch.float32
         encoder = load_perceptual(name, self.torch_device, precision)
-        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts)
+        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts, self.layers == "balanced")
 
     # -- what the noise does --------------------------------------------------------------------------------------
 
@@ -176,16 +181,26 @@ class PerceptualEmbedding(GeneratorMethod):
 
 @dataclass(frozen=True)
 class Embedding:
-    """An encoder: images in [-1, 1] to maps [N, c, h, w] without negative entries; how many numbers; what it is."""
+    """An encoder: images in [-1, 1] to maps [N, c, h, w] without negative entries; how many numbers; what it is.
+
+    balanced: each map is divided by its own norm, and all by the root of their number; or all by the norm of them all.
+    """
 
     maps: Callable[[torch.Tensor], list[torch.Tensor]]
     dimension: int
     facts: dict[str, Any]
+    balanced: bool
+
+    def moment(self, maps: list[torch.Tensor], power: int) -> torch.Tensor:
+        """phi_1 or phi_2, of norm one, or near zero."""
+        if not self.balanced:
+            return _moment(maps, power)
+        return torch.cat([_moment([layer], power) for layer in maps], 1) / math.sqrt(len(maps))
 
     def rows(self, images: torch.Tensor, powers: range, stopping: bool) -> torch.Tensor:
         """phi_1, and phi_2, each of norm one (or zero); then a tenth of those of the last map's means."""
         maps = self.maps(images)
-        parts = [_moment(maps, power) for power in powers]
+        parts = [self.moment(maps, power) for power in powers]
         return torch.cat([*parts, _pooled(maps, powers) / STOPPING] if stopping else parts, 1)
 
     def pooled(self, images: torch.Tensor, powers: range) -> torch.Tensor:
@@ -304,4 +319,4 @@ def _scattering(shape: tuple[int, int, int], device: torch.device) -> Embedding:
 
     dimension = channels * (2 * height * width + (transform.channels - 1) * (height // 4) * (width // 4))
     facts = {"name": NO_WEIGHTS, "network": "pixels and wavelet scattering, J = 2, L = 8", "trained_on": "nothing"}
-    return Embedding(maps, dimension, facts)
+    return Embedding(maps, dimension, facts, balanced=False)

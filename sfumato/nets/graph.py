@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol, Self
 
@@ -25,6 +26,7 @@ class Graph:
     """A function of a bundle and tensors; on a GPU captured at the fourth call and replayed as one launch from then on.
 
     Shapes must be the same at each call, and what is returned is overwritten by the next. No random numbers inside.
+    Products of matrices are taken in TF32, like convolutions: steps are training, and their batches err more than that.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor | None]) -> None:
@@ -41,7 +43,7 @@ class Graph:
             self._inputs = [tensor.clone() for tensor in inputs]
             depth = len(bundle.tensors())
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=_stream()):
+            with torch.cuda.graph(self._graph, stream=_stream()), _tf32():
                 self._result = self._function(bundle.like(self._inputs[:depth]), *self._inputs[depth:])
         torch._foreach_copy_(self._inputs, inputs)
         self._graph.replay()
@@ -52,10 +54,20 @@ class Graph:
         self._calls += 1
         here, stream = torch.cuda.current_stream(), _stream()
         stream.wait_stream(here)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _tf32():
             result = self._function(bundle, *tensors)
         here.wait_stream(stream)
         return result
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before, settings.allow_tf32 = settings.allow_tf32, True
+    try:
+        yield
+    finally:
+        settings.allow_tf32 = before
 
 
 @cache

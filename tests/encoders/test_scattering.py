@@ -40,6 +40,22 @@ def test_equals_kymatio(size: tuple[int, int], scales: int, angles: int) -> None
     assert torch.allclose(one, other, rtol=0, atol=1e-4 * float(other.abs().max()) + 1e-4)
 
 
+@pytest.mark.parametrize("size", [(28, 28), (32, 24)])
+def test_filters_as_matrices_are_the_same_transform(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is how a GPU computes it."""
+    images = (torch.rand(3, 2, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1).requires_grad_(True)
+    transform = Scattering(size)
+    expected = transform(images)
+    monkeypatch.setattr(transform, "_by_matrix", lambda _: True)
+    made = transform(images)
+    assert torch.allclose(made, expected, rtol=0, atol=1e-6)
+    one, other = (torch.autograd.grad(values.square().sum(), images)[0] for values in (made, expected))
+    assert torch.allclose(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+    black = torch.zeros_like(images, requires_grad=True)
+    (at_black,) = torch.autograd.grad(transform(black).sum(), black)
+    assert at_black.isfinite().all()
+
+
 def test_rows_are_their_images_alone(few_digits: ImageSet) -> None:
     images = few_digits.images.float() / 127.5 - 1
     transform = Scattering((8, 8))

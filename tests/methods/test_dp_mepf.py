@@ -79,13 +79,30 @@ def test_brightness_shows(source: str) -> None:
 
 
 def test_second_moments_are_squares_of_what_the_first_normalise(encoder: str) -> None:
-    embedding = PerceptualEmbedding(encoder=encoder, device="cpu")._embedding(FACTS)
+    embedding = PerceptualEmbedding(encoder=encoder, layers="paper", device="cpu")._embedding(FACTS)
     images = torch.rand(3, *FACTS.shape) * 2 - 1
     with torch.no_grad():
         raw = torch.cat([values.flatten(1) for values in embedding.maps(images)], 1)
         for power in (1, 2):
             by_hand = raw**power / (raw**power).norm(dim=1, keepdim=True)
             assert torch.allclose(one_moment(embedding, images, power), by_hand, atol=1e-6)
+
+
+def test_balanced_layers_have_the_same_length(encoder: str) -> None:
+    embedding = PerceptualEmbedding(encoder=encoder, layers="balanced", device="cpu")._embedding(FACTS)
+    images = torch.rand(3, *FACTS.shape) * 2 - 1
+    with torch.no_grad():
+        sizes = [values[0].numel() for values in embedding.maps(images)]
+        for power in (1, 2):
+            parts = one_moment(embedding, images, power).split(sizes, 1)
+            for part in parts:
+                assert torch.allclose(part.norm(dim=1).square(), torch.full((3,), 1 / len(parts)), atol=1e-5)
+
+
+def test_the_encoders_that_are_shipped_are_the_defaults_and_say_what_they_saw() -> None:
+    for shape, data in (((1, 28, 28), "CIFAR-10"), ((3, 32, 32), "Tiny-ImageNet")):
+        model = PerceptualEmbedding(encoder="auto", device="cpu")
+        assert data in model._facts(replace(FACTS, shape=shape))["encoder"]["trained_on"]
 
 
 # -- releases -----------------------------------------------------------------------------------------------------
