@@ -16,11 +16,13 @@ from sfumato.methods.dp_mepf import PerceptualEmbedding
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
+from sfumato.methods.pge import GradientEstimation
 
 _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,
     PerceptualEmbedding,
     KernelGenerator,
+    GradientEstimation,
     NonlinearCondenser,
     LinearCondenser,
     Mixer,

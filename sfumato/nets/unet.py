@@ -21,11 +21,12 @@ class UNet(nn.Module):
     """Images [N, C, H, W], levels [N] and labels [N] to images [N, C, H, W].
 
     `widths` are the channels at each resolution, the first at the image's own; each further one halves it. Each has a
-    residual block on the way down and one on the way up, which also sees what the way down had there.
+    residual block on the way down and one on the way up, which also sees what the way down had there. With `code`, maps
+    of so many channels, of the size that `middle_size` says, are added to the features in the middle.
     """
 
     def __init__(
-        self, channels: int, classes: int, *, widths: tuple[int, ...] = (32, 64, 64), context: int = 64
+        self, channels: int, classes: int, *, widths: tuple[int, ...] = (32, 64, 64), context: int = 64, code: int = 0
     ) -> None:
         super().__init__()
         self.classes, self._frequencies = classes, context // 2
@@ -33,6 +34,7 @@ class UNet(nn.Module):
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
         self.down = nn.ModuleList(Block(wide, wide, context) for wide in widths[:-1])
         self.narrow = nn.ModuleList(nn.Conv2d(wide, wider, 3, 2, 1) for wide, wider in pairwise(widths))
+        self.coded = nn.Conv2d(code, widths[-1], 1) if code else None
         self.middle = Block(widths[-1], widths[-1], context)
         upward = list(pairwise(reversed(widths)))
         self.widen = nn.ModuleList(nn.Conv2d(wide, narrow, 3, padding=1) for wide, narrow in upward)
@@ -41,7 +43,9 @@ class UNet(nn.Module):
             nn.GroupNorm(GROUPS, widths[0]), nn.SiLU(), nn.Conv2d(widths[0], channels, 3, padding=1)
         )
 
-    def forward(self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+    ) -> torch.Tensor:
         steps = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(steps * math.log(1000.0))
         member = labels[:, None] == torch.arange(self.classes, device=labels.device)
@@ -50,12 +54,20 @@ class UNet(nn.Module):
         for block, narrow in zip(self.down, self.narrow, strict=True):
             kept.append(block(maps, context))
             maps = narrow(kept[-1])
+        if self.coded is not None:
+            maps = maps + self.coded(code)
         maps = self.middle(maps, context)
         for widen, block in zip(self.widen, self.up, strict=True):
             beside = kept.pop()
             maps = widen(functional.interpolate(maps, size=beside.shape[2:], mode="nearest"))
             maps = block(torch.cat([maps, beside], 1), context)
         return cast(torch.Tensor, self.last(maps))
+
+
+def middle_size(size: tuple[int, int], widths: tuple[int, ...]) -> tuple[int, int]:
+    """Height and width of the maps in the middle of a network with these widths."""
+    halvings = 2 ** (len(widths) - 1)
+    return -(-size[0] // halvings), -(-size[1] // halvings)
 
 
 class Block(nn.Module):
