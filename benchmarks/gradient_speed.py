@@ -1,10 +1,11 @@
 """Time and memory of one private gradient, beside the gradient without privacy and beside Opacus, in one run.
 
     python benchmarks/gradient_speed.py --json benchmarks/results/gradient_speed.json
-    python benchmarks/gradient_speed.py --device cpu --records 6000 --json benchmarks/results/gradient_speed_cpu.json
+    python benchmarks/gradient_speed.py --device cpu --records 24000 --json benchmarks/results/gradient_speed_cpu.json
 
-Networks: DP-LFlow's autoencoder (166k parameters) and RealNVP (472k), one for each of ten classes; the same, one for
-all; a small class-conditional U-Net with group norms. MNIST; Poisson samples of a tenth (U-Net: of --unet images).
+Networks: DP-LFlow's autoencoder (166k parameters) and RealNVP (472k), one for each of ten classes, on
+Poisson samples of a tenth of MNIST; one of these alone, on as many images as a class has; a small class-conditional
+U-Net with group norms, on --unet images.
 
 Measured: what makes a gradient, from drawing the sample to the noised sum (without privacy: forward and backward on a
 fixed batch of the expected size; Opacus: forward, backward, clipping and noise on that batch, one class after another,
@@ -43,7 +44,7 @@ from sfumato.privacy import Budget, Release, Vault
 from sfumato.privacy.gradients import Gradients
 from sfumato.privacy.layers import Call
 
-WARM_UP = 2
+WARM_UP = 3
 SHARE = 0.1  # of all images in a sample
 STEPS = 10**6  # planned, so that the budget does not end
 OPACUS = ("hooks", "functorch", "ghost", "fast gradient clipping")
@@ -161,9 +162,10 @@ def tasks(images: ImageSet, options: argparse.Namespace) -> Iterator[Task]:
         models = [LatentFlow().to(device) for _ in range(10)]
         yield Task("lflow, ten classes", models, latent_loss, batches, SHARE, {**groups, "at_once": at_once})
     if "one" in options.tasks:
-        at_once = options.at_once or (128 if cpu else 1024)
-        batch = [pixels[:expected]]
-        yield Task("lflow", [LatentFlow().to(device)], latent_loss, [batch], SHARE, {**groups, "at_once": at_once})
+        at_once = options.at_once or (128 if cpu else expected // 10 + 4 * math.isqrt(expected // 10))
+        batch = [pixels[: expected // 10]]
+        asked = {**groups, "at_once": at_once}
+        yield Task("lflow", [LatentFlow().to(device)], latent_loss, [batch], SHARE / 10, asked)
     if "unet" in options.tasks:
         draws = 1 + math.prod(images.shape)
         at_once = options.at_once or (64 if cpu else 256)
@@ -281,7 +283,7 @@ def steps(task: Task, images: ImageSet, options: argparse.Namespace) -> dict[str
         found["not private, bf16"] = (side_by_side if task.by_class else plain)(task, half)
         found["vault, bf16"] = private(task, images, device, precision=torch.bfloat16)
     if importlib.util.find_spec("opacus"):
-        found |= {f"opacus, {mode}": opacus(task, mode) for mode in OPACUS}
+        found |= {f"opacus, {mode}": opacus(task, mode) for mode in options.opacus}
     return found
 
 
@@ -289,12 +291,15 @@ def steps(task: Task, images: ImageSet, options: argparse.Namespace) -> dict[str
 
 
 def timed(step: Step, device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
+    """Seconds; on a CPU those that the process worked on all cores, since a machine may be shared."""
+    if device == "cpu":
+        started = time.process_time()
+        step()
+        return time.process_time() - started
+    torch.cuda.synchronize()
     started = time.perf_counter()
     step()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
@@ -324,7 +329,7 @@ def measure(found: dict[str, Step], options: argparse.Namespace) -> dict[str, di
     rows: dict[str, dict[str, Any]] = {}
     for name, step in list(found.items()):
         try:
-            for _ in range(WARM_UP):
+            for _ in range(1 if options.device == "cpu" else WARM_UP):
                 step()
             rows[name] = {"peak_mib": None if (high := peak(step, options.device)) is None else round(high)}
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # of Opacus: said, not hidden
@@ -358,6 +363,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, help="on a CPU")
     parser.add_argument("--quick", action="store_true", help="leave `linear` and `vmap` out")
+    parser.add_argument("--opacus", nargs="*", default=list(OPACUS), choices=OPACUS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.unet = options.unet or (128 if options.device == "cpu" else 1024)

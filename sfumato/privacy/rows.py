@@ -243,21 +243,19 @@ class Rows:
         Guarantee: where there is no record there is a public image with public numbers, always the same.
         """
         for index, place in self._lanes(chosen, by_class, records):
-            present = index >= 0
-            here, there = index[present], present.to(self.device)
-            images = self._probes()[-1].expand(*index.shape, *self._images.shape[1:]).clone()
-            images[there] = self._batch(here)
-            inputs = [images]
+            here = index[index >= 0]
+            places = (
+                (index.flatten() >= 0).nonzero()[:, 0].to(self.device)
+            )  # found on the host: no waiting for a device
+            inputs = [_placed(self._batch(here), places, self._probes()[-1], index.shape)]
             if with_labels:
-                labels = torch.zeros(index.shape, dtype=torch.int64, device=self.device)
-                if by_class:
-                    labels += torch.arange(len(index), device=self.device)[:, None]
-                labels[there] = self._labels_of(here)
-                inputs.append(labels)
+                lanes = torch.arange(len(index), device=self.device).repeat_interleave(index.shape[1])
+                classes = lanes if by_class else torch.zeros_like(lanes)
+                inputs.append(_placed(self._labels_of(here), places, classes, index.shape))
             if draws:
-                normals = self._public_normals(views, draws).expand(*index.shape, views, draws).clone()
-                normals[there] = self._normals(here, views * draws).unflatten(1, (views, draws))
-                inputs.append(normals)
+                normals = self._normals(here, views * draws).reshape(-1, views, draws)
+                inputs.append(_placed(normals, places, self._public_normals(views, draws), index.shape))
+            there = (index >= 0).to(self.device)
             yield inputs, there, place
 
     def _public_inputs(self, lanes: int, with_labels: bool, views: int, draws: int) -> list[torch.Tensor]:
@@ -311,3 +309,9 @@ def _checked(labels: torch.Tensor | None, records: int, classes: int) -> torch.T
 def _filled(tensor: torch.Tensor, count: int, filler: torch.Tensor) -> torch.Tensor:
     """The tensor with copies of a public entry after it, `count` entries in all."""
     return torch.cat([tensor, filler.to(tensor).expand(count - len(tensor), *tensor.shape[1:])])
+
+
+def _placed(private: torch.Tensor, places: torch.Tensor, public: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Something for each place of a batch of that shape: what is private at `places`, what is public at all others."""
+    each = public.expand(shape.numel(), *private.shape[1:]).clone()
+    return each.index_copy_(0, places, private).reshape(*shape, *private.shape[1:])

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data import ImageSet
-from sfumato.methods.check import UnsoundError, check_synthesizer, check_unit_variance
+from sfumato.data import ImageSet, PublicFacts
+from sfumato.methods.check import (
+    UnsoundError,
+    _check_neighbours,
+    _check_noise,
+    check_synthesizer,
+    check_unit_variance,
+)
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.registry import METHODS, create
+from sfumato.nets.stacked import stacked
 from sfumato.privacy import Budget, Release, Vault
+from sfumato.privacy.budget import ADJACENCIES
 from sfumato.privacy.mechanisms import add_gaussian
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -313,3 +321,48 @@ def test_unit_variance_accepts_and_rejects() -> None:
     for scale in (2 / 3, 3 / 2):
         with pytest.raises(UnsoundError, match="times what is charged"):
             check_unit_variance(noise * scale)
+
+
+class WithGradients(MeanEmbedding):
+    """A method that also asks for gradients, of a network per class, with random views."""
+
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        return [*super()._releases(public), Release("gradients", 2, 0.5)]
+
+    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        super()._fit(vault, public)
+        torch.manual_seed(0)
+        whole = stacked([torch.nn.Linear(64, 3).to(vault.device) for _ in public.classes])
+        for _ in range(2):
+            self.asked_ = vault.gradient(
+                whole,
+                _jittered,
+                release="gradients",
+                bound={"weight": 0.5, "bias": 0.1},
+                by_class=True,
+                views=2,
+                draws=64,
+            )
+
+
+def _jittered(model: torch.nn.Module, images: torch.Tensor, normals: torch.Tensor) -> torch.Tensor:
+    return model(images.flatten(1) + normals).square().sum(1)  # type: ignore[no-any-return]
+
+
+class NoiseOfOneGroup(Vault):
+    """As if the smaller group were alone."""
+
+    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        return super()._noised(release, exact, radius * (0.1 if release.name == "gradients" else 1), secure)
+
+
+def test_gradients_pass_record_and_replay(few_digits: ImageSet) -> None:
+    def make(**params: Any) -> Any:
+        return WithGradients(**{**QUICK["dp-merf"], **params})
+
+    for place in (0, 30, len(few_digits) - 1):
+        for adjacency in ADJACENCIES:
+            _check_neighbours(make, few_digits, place, adjacency, Vault)
+    _check_noise(make, few_digits, Vault)
+    with pytest.raises(UnsoundError, match="gradients"):
+        _check_noise(make, few_digits, NoiseOfOneGroup)

@@ -308,6 +308,30 @@ def test_half_precision_is_for_the_network_only() -> None:
     assert other.dtype == torch.float32
 
 
+def test_precision_of_products_is_the_vaults_own_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    total = Products.total
+
+    def watched(self: Products, factors: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.backends.cuda.matmul.fp32_precision == "tf32")
+        return total(self, factors)
+
+    monkeypatch.setattr(Products, "total", watched)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        exact(records(), network())
+        assert torch.get_float32_matmul_precision() == "high"
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        exact(records(), network())
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {False}
+
+
 # -- clipping, and what one record moves ------------------------------------------------------------------
 
 
