@@ -53,7 +53,8 @@ class Code(nn.Module):
         vectors = self._vectors(images)
         squares = vectors.square().sum(-1, keepdim=True) - 2 * vectors @ self.entries.T + self.entries.square().sum(-1)
         chosen: torch.Tensor = torch.softmax(-squares / (SOFTNESS * self.spread), -1) @ self.names
-        return chosen.mT.unflatten(2, self.size)
+        codes: torch.Tensor = chosen.mT.unflatten(2, self.size)
+        return codes
 
     def _vectors(self, images: torch.Tensor) -> torch.Tensor:
         """[N, places, channels]."""

@@ -41,7 +41,7 @@ from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all gradients together
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
-MIDDLE = 8  # pixels across in the middle of the network, at most
+MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
 DECODED = 32  # images that an autoencoder decodes at once
 FORMS = ("sound", "published")

@@ -10,6 +10,7 @@ U(x) = |x|^2 / (2 (s^2 + d^2)) - (d / s) <u, G(u)>, u = c x, which is at hand: a
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import torch
@@ -104,7 +105,9 @@ def sliced_loss(
 
     `projected`: directions u for a second term (u . score)^2 / 2, in place of its mean over directions.
     """
-    score, turned = cast(Pair, jvp(lambda x: network(x, levels, labels, code), (noisy,), (slices,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on the first use of `jvp`
+        score, turned = cast(Pair, jvp(lambda x: network(x, levels, labels, code), (noisy,), (slices,)))
     weight = levels.square() * (levels.square() + DATA**2) / (DATA**2 * noisy[0].numel())
     squares = _dot(score, score) if projected is None else _dot(projected, score).square()
     return weight * (_dot(slices, turned) + squares / 2)

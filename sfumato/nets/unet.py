@@ -49,7 +49,8 @@ class UNet(nn.Module):
         steps = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(steps * math.log(1000.0))
         member = labels[:, None] == torch.arange(self.classes, device=labels.device)
-        context = self.context(torch.cat([angles.sin(), angles.cos(), member], 1))
+        named = math.sqrt(self._frequencies) * member  # as long as what says the level: it matters as much
+        context = self.context(torch.cat([angles.sin(), angles.cos(), named], 1))
         maps, kept = self.entry(images), []
         for block, narrow in zip(self.down, self.narrow, strict=True):
             kept.append(block(maps, context))
@@ -71,17 +72,18 @@ def middle_size(size: tuple[int, int], widths: tuple[int, ...]) -> tuple[int, in
 
 
 class Block(nn.Module):
-    """Two convolutions with norms before them and the context between, added to the input."""
+    """Two convolutions with norms before them, added to the input; the context scales and shifts the second norm."""
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.GroupNorm(GROUPS, inputs), nn.GroupNorm(GROUPS, outputs)])
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.told = nn.Linear(context, outputs)
+        self.told = nn.Linear(context, 2 * outputs)
         self.short = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        maps = self.first(functional.silu(self.norms[0](x))) + self.told(context)[:, :, None, None]
-        maps = self.second(functional.silu(self.norms[1](maps)))
+        scale, shift = self.told(context)[:, :, None, None].chunk(2, 1)
+        maps = self.norms[1](self.first(functional.silu(self.norms[0](x))))
+        maps = self.second(functional.silu(maps * (1 + scale) + shift))
         return cast(torch.Tensor, maps + self.short(x))
