@@ -34,7 +34,7 @@ class Code(nn.Module):
     def __init__(self, source: str, shape: tuple[int, int, int], size: tuple[int, int], device: torch.device) -> None:
         super().__init__()
         self.size = size
-        self._maps, self.facts = _maps(source, shape, size, device)
+        self._maps = _maps(source, shape, size, device)
         generator = torch.Generator().manual_seed(0)  # the same for everybody
         with torch.no_grad():
             images = _smooth(shape, generator).to(device)
@@ -61,17 +61,21 @@ class Code(nn.Module):
         return functional.interpolate(self._maps(images).float(), self.size, mode="nearest").flatten(2).mT
 
 
+def facts(source: str) -> dict[str, Any]:
+    """What a certificate says of a code's network."""
+    return load_autoencoder().facts if source in NAMES else load_perceptual(source).facts
+
+
 def _maps(
     source: str, shape: tuple[int, int, int], size: tuple[int, int], device: torch.device
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
-    """The public network's maps, of about that size, and what a certificate says of it."""
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The public network's maps, of about that size."""
     if source in NAMES:
-        autoencoder = load_autoencoder(device)
-        return autoencoder.encode, autoencoder.facts
+        return load_autoencoder(device).encode
     encoder = load_perceptual(source, device)
     sides = [of[1] for of in encoder.shapes(shape)]
     place = min(range(len(sides)), key=lambda place: (abs(sides[place] - size[0]), -place))
-    return lambda images: encoder(images)[place], encoder.facts
+    return lambda images: encoder(images)[place]
 
 
 def _smooth(shape: tuple[int, int, int], generator: torch.Generator) -> torch.Tensor:

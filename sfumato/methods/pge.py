@@ -184,7 +184,7 @@ class GradientEstimation(Synthesizer):
         first = self._first()
         facts = {} if first is None else first._facts(public)
         if self.residual:
-            facts["residual"] = self._code(public).facts
+            facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
             facts["autoencoder"] = load_autoencoder().facts
         return facts
@@ -194,6 +194,9 @@ class GradientEstimation(Synthesizer):
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         views = Views(self, public)
+        stated = (vault.ledger.opening or {}).get("public_facts", {})
+        if any(stated.get(name) != fact for name, fact in self._facts(public).items()):
+            raise DataError("a public network's file was changed under way; nothing was spent, start again")
         training = Training(self._network(public), self)
         if self.form == "published":
             self.counts_ = torch.ones(len(public.classes), device=self.torch_device)

@@ -125,7 +125,8 @@ def test_residual_codes_are_public_and_named(encoder: str, few_digits: ImageSet,
     assert torch.equal(load(tmp_path / "model").sample(9, seed=1).images, model.sample(9, seed=1).images)
 
 
-def test_residual_training_is_sound(encoder: str, fewer: ImageSet) -> None:
+def test_residual_training_is_sound(encoder: str, fewer: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sfumato.encoders.codebook.SMOOTH_IMAGES", 16)
     check_synthesizer(lambda **params: GradientEstimation(**{**QUICK, "residual": encoder, **params}), fewer)
 
 
