@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import json
 import math
@@ -168,7 +169,8 @@ def tasks(images: ImageSet, options: argparse.Namespace) -> Iterator[Task]:
         yield Task("lflow", [LatentFlow().to(device)], latent_loss, [batch], SHARE / 10, asked)
     if "unet" in options.tasks:
         draws = 1 + math.prod(images.shape)
-        at_once = options.at_once or (64 if cpu else 256)
+        # Room for nearly every sample in one batch, or in four: one more for a few images would blur the comparison.
+        at_once = options.at_once or math.ceil((options.unet + 4 * math.sqrt(options.unet)) / (1 if cpu else 4))
         normals = torch.randn(options.unet, draws, device=device)
         batch = [pixels[: options.unet], labels[: options.unet], normals]
         asked = {"bound": 1.0, "with_labels": True, "draws": draws, "at_once": at_once}
@@ -313,6 +315,7 @@ def peak(step: Step, device: str) -> float | None:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     status, references = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps have freed goes back
         references.write_text("5")  # the peak begins anew
         before = _kilobytes(status, "VmRSS")
         step()
