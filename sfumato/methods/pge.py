@@ -79,6 +79,14 @@ class GradientEstimation(Synthesizer):
     paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
     summary: ClassVar[str] = "a score network from noisy gradients, and images by Hamiltonian dynamics; wants a GPU"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "at_once"})
+    on_cpu: ClassVar[dict[str, Any]] = {
+        "steps": 100,
+        "sampling_prob": 0.01,
+        "views": 2,
+        "width": 16,
+        "warm_steps": 600,
+        "warm_batch": 64,
+    }
     warm_params: ClassVar[dict[str, Any]] = {}  # of the method that a network is first taught by
 
     form: str = "sound"
@@ -91,7 +99,7 @@ class GradientEstimation(Synthesizer):
     learning_rate: float = 1e-3
     ema: float = 0.99
     width: int = 32
-    centre: float = 0.6
+    centre: float = 1.5
     spread: float = 1.2
     at_once: int = 0
     warm: str = "none"
@@ -239,8 +247,8 @@ class GradientEstimation(Synthesizer):
         drawn = first.sample(self.warm_images, seed=self.seed)
         images = drawn.images.float() / 127.5 - 1
         labels = torch.zeros(len(images), dtype=torch.int64) if drawn.labels is None else drawn.labels
-        rows = torch.cat([views.rows(part.to(self.torch_device)).cpu() for part in images.split(500)])
-        training.learn(rows, labels, views, self.warm_steps, self.warm_batch, self.warm_rate, generator)
+        rows = torch.cat([views.rows(part.to(self.torch_device)) for part in images.split(500)])
+        training.learn(rows, labels.to(rows.device), views, self.warm_steps, self.warm_batch, self.warm_rate, generator)
         return first.counts_
 
     def _train_as_published(self, vault: Vault, views: Views, training: Training, generator: torch.Generator) -> None:
@@ -439,10 +447,10 @@ class Training:
         device = generator.device
         fast = device.type == "cuda" and self.network.kind == "score"
         for step in track(steps, "warm start"):
-            chosen = torch.randint(len(rows), (batch,), generator=generator, device=device).cpu()
+            chosen = torch.randint(len(rows), (batch,), generator=generator, device=device)
             normals = torch.randn(batch, views.draws, generator=generator, device=device)
             with torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
-                loss = views.loss(self.network, rows[chosen].to(device), labels[chosen].to(device), normals).mean()
+                loss = views.loss(self.network, rows[chosen], labels[chosen], normals).mean()
             gradients = torch.autograd.grad(loss, list(self.parameters.values()))
             self.step(dict(zip(self.parameters, gradients, strict=True)), rate * warm_cosine(step, steps))
         self._optimizer = torch.optim.Adam(list(self.parameters.values()), fused=True)
