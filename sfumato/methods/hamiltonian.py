@@ -108,12 +108,16 @@ def annealed(
 ) -> tuple[torch.Tensor, float]:
     """(points without noise, share of trajectories that were accepted): from level to level, down to none.
 
-    `x` has noise of the first level and nothing else. At each level a step of the flow, then `steps` of the dynamics,
-    whose size is `step_size` times the level over the fourth root of the dimension, which keeps acceptance as it is
-    whatever the dimension; or, for `ode`, steps of the flow alone, of second order.
+    `x` has noise of the first level and nothing else. What an image is expected to be is put under it first: even there
+    the mean of images may be as large as the noise, in the direction of a plain grey. At each level there are `steps`
+    of the dynamics, then a step of the flow to the next. Their size is `step_size` times the level over the fourth root
+    of the dimension, which keeps acceptance as it is whatever the dimension. For `ode` there are steps of the flow
+    alone, of second order.
     """
     scale = step_size / x[0].numel() ** 0.25
     moved: list[torch.Tensor] = []
+    expected = x + levels[0] ** 2 * at(levels[0])(x)[0]
+    x = expected + levels[0] * torch.randn(x.shape, generator=generator, device=x.device)
     for place in track(len(levels), "sampling"):
         level, lower = levels[place], 0.0 if place + 1 == len(levels) else levels[place + 1]
         if sampler == "hamiltonian":

@@ -14,7 +14,8 @@ from sfumato.data import DataError, ImageSet, load_images
 from sfumato.encoders.codebook import Code
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.pge import GradientEstimation, Training, Views, randomised_response
+from sfumato.methods.matching import Training, Views
+from sfumato.methods.pge import GradientEstimation, randomised_response
 from sfumato.methods.registry import load
 
 QUICK: dict[str, Any] = {
