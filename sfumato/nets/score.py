@@ -101,14 +101,17 @@ def sliced_loss(
     code: torch.Tensor | None = None,
     projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sliced score matching, [N]: w (v . d score/dx v + |score|^2 / 2), of the same slope on average as denoising.
+    """Sliced score matching, [N]: s^2 (v . d score/dx v + |score|^2 / 2), a mean over pixels.
+
+    On average its slope is that of denoising times d^2 / (s^2 + d^2): with equal weights the variance of slices would
+    grow without bound from level to level.
 
     `projected`: directions u for a second term (u . score)^2 / 2, in place of its mean over directions.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on the first use of `jvp`
         score, turned = cast(Pair, jvp(lambda x: network(x, levels, labels, code), (noisy,), (slices,)))
-    weight = levels.square() * (levels.square() + DATA**2) / (DATA**2 * noisy[0].numel())
+    weight = levels.square() / noisy[0].numel()
     squares = _dot(score, score) if projected is None else _dot(projected, score).square()
     return weight * (_dot(slices, turned) + squares / 2)
 
