@@ -18,6 +18,7 @@ from sfumato.methods.dp_mepf import PerceptualEmbedding
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
+from sfumato.methods.pge import GradientEstimation
 
 _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,
@@ -25,6 +26,7 @@ _TYPES: tuple[type[Synthesizer], ...] = (
     KernelGenerator,
     Atelier,
     LatentFlow,
+    GradientEstimation,
     NonlinearCondenser,
     LinearCondenser,
     Mixer,

@@ -22,6 +22,16 @@ class Bundle(Protocol):
         ...
 
 
+class Alone:
+    """No bundle: for a step of nothing but tensors."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        return []
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> Self:  # noqa: ARG002
+        return self
+
+
 class Graph:
     """A function of a bundle and tensors; on a GPU captured at the fourth call and replayed as one launch from then on.
 

@@ -21,11 +21,12 @@ class UNet(nn.Module):
     """Images [N, C, H, W], levels [N] and labels [N] to images [N, C, H, W].
 
     `widths` are the channels at each resolution, the first at the image's own; each further one halves it. Each has a
-    residual block on the way down and one on the way up, which also sees what the way down had there.
+    residual block on the way down and one on the way up, which also sees what the way down had there. With `code`, maps
+    of so many channels, of the size that `middle_size` says, are added to the features in the middle.
     """
 
     def __init__(
-        self, channels: int, classes: int, *, widths: tuple[int, ...] = (32, 64, 64), context: int = 64
+        self, channels: int, classes: int, *, widths: tuple[int, ...] = (32, 64, 64), context: int = 64, code: int = 0
     ) -> None:
         super().__init__()
         self.classes, self._frequencies = classes, context // 2
@@ -33,6 +34,7 @@ class UNet(nn.Module):
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
         self.down = nn.ModuleList(Block(wide, wide, context) for wide in widths[:-1])
         self.narrow = nn.ModuleList(nn.Conv2d(wide, wider, 3, 2, 1) for wide, wider in pairwise(widths))
+        self.coded = nn.Conv2d(code, widths[-1], 1) if code else None
         self.middle = Block(widths[-1], widths[-1], context)
         upward = list(pairwise(reversed(widths)))
         self.widen = nn.ModuleList(nn.Conv2d(wide, narrow, 3, padding=1) for wide, narrow in upward)
@@ -41,15 +43,20 @@ class UNet(nn.Module):
             nn.GroupNorm(GROUPS, widths[0]), nn.SiLU(), nn.Conv2d(widths[0], channels, 3, padding=1)
         )
 
-    def forward(self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+    ) -> torch.Tensor:
         steps = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(steps * math.log(1000.0))
         member = labels[:, None] == torch.arange(self.classes, device=labels.device)
-        context = self.context(torch.cat([angles.sin(), angles.cos(), member], 1))
+        named = math.sqrt(self._frequencies) * member  # as long as what says the level: it matters as much
+        context = self.context(torch.cat([angles.sin(), angles.cos(), named], 1))
         maps, kept = self.entry(images), []
         for block, narrow in zip(self.down, self.narrow, strict=True):
             kept.append(block(maps, context))
             maps = narrow(kept[-1])
+        if self.coded is not None:
+            maps = maps + self.coded(code)
         maps = self.middle(maps, context)
         for widen, block in zip(self.widen, self.up, strict=True):
             beside = kept.pop()
@@ -58,18 +65,25 @@ class UNet(nn.Module):
         return cast(torch.Tensor, self.last(maps))
 
 
+def middle_size(size: tuple[int, int], widths: tuple[int, ...]) -> tuple[int, int]:
+    """Height and width of the maps in the middle of a network with these widths."""
+    halvings = 2 ** (len(widths) - 1)
+    return -(-size[0] // halvings), -(-size[1] // halvings)
+
+
 class Block(nn.Module):
-    """Two convolutions with norms before them and the context between, added to the input."""
+    """Two convolutions with norms before them, added to the input; the context scales and shifts the second norm."""
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.GroupNorm(GROUPS, inputs), nn.GroupNorm(GROUPS, outputs)])
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.told = nn.Linear(context, outputs)
+        self.told = nn.Linear(context, 2 * outputs)
         self.short = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        maps = self.first(functional.silu(self.norms[0](x))) + self.told(context)[:, :, None, None]
-        maps = self.second(functional.silu(self.norms[1](maps)))
+        scale, shift = self.told(context)[:, :, None, None].chunk(2, 1)
+        maps = self.norms[1](self.first(functional.silu(self.norms[0](x))))
+        maps = self.second(functional.silu(maps * (1 + scale) + shift))
         return cast(torch.Tensor, maps + self.short(x))

@@ -1,0 +1,89 @@
+"""The score network: an energy's slope is its score; ways of matching scores agree where the answer is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sfumato.nets.score import DATA, KINDS, Score, denoising_loss, sliced_loss
+from sfumato.nets.unet import middle_size
+
+
+def small(kind: str, code: int = 0) -> Score:
+    torch.manual_seed(0)
+    return Score(1, 3, kind=kind, widths=(8, 16), code=code)
+
+
+def noisy(count: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(count, 1, 8, 8), torch.tensor([0.1, 0.5, 1.0, 5.0])[:count], torch.arange(count) % 3
+
+
+def test_the_score_of_an_energy_is_minus_its_slope() -> None:
+    network, (x, levels, labels) = small("energy"), noisy()
+    x = x.requires_grad_(True)
+    score, energy = network.with_energy(x, levels, labels)
+    assert energy is not None
+    (slope,) = torch.autograd.grad(energy.sum(), x)
+    assert torch.allclose(score, -slope, rtol=1e-4, atol=1e-4 * float(slope.abs().max()))
+    assert small("score").with_energy(*noisy())[1] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_do_not_meet_and_classes_and_codes_count(kind: str) -> None:
+    network, (x, levels, labels) = small(kind, code=5), noisy()
+    code = torch.randn(4, 5, *middle_size((8, 8), (8, 16)))
+    together = network(x, levels, labels, code)
+    alone = torch.cat([network(x[i : i + 1], levels[i : i + 1], labels[i : i + 1], code[i : i + 1]) for i in range(4)])
+    assert torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(together, network(x, levels, (labels + 1) % 3, code), rtol=1e-2)
+    assert not torch.allclose(together, network(x, levels, labels, code + 1), rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_are_those_of_the_derivative(kind: str) -> None:
+    network, (x, levels, labels) = small(kind), noisy(2)
+    v, u = torch.randn_like(x), torch.randn_like(x)
+    score, turned = torch.autograd.functional.jvp(lambda x: network(x, levels, labels), x, v)
+    weight = levels.square() / 64
+    first = (v * turned).flatten(1).sum(1)
+    for projected, second in ((None, score.square().flatten(1).sum(1)), (u, (u * score).flatten(1).sum(1).square())):
+        loss = sliced_loss(network, x, v, levels, labels, projected=projected)
+        assert torch.allclose(loss, weight * (first + second / 2), rtol=1e-4, atol=1e-5)
+
+
+class Linear(Score):
+    """F is a multiple of what comes in: the right one is known if images are Gaussian."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, widths=(8, 8))
+        self.factor = torch.nn.Parameter(torch.tensor(0.3))
+
+    def field(
+        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.factor * noisy, None
+
+
+def test_sliced_and_denoising_score_matching_agree_on_a_gaussian() -> None:
+    """Both are quadratic in the factor: minima are the same but for chance; so are slopes, but for weights."""
+    scale, level, count = 1.3, 0.7, 4000
+    torch.manual_seed(2)
+    images, noise, v = scale * torch.randn(count, 1, 4, 4), torch.randn(count, 1, 4, 4), torch.randn(count, 1, 4, 4)
+    levels, labels = torch.full((count,), level), torch.zeros(count, dtype=torch.int64)
+    network = Linear()
+    losses = {
+        "denoising": lambda: denoising_loss(network, images, noise, levels, labels),
+        "sliced": lambda: sliced_loss(network, images + level * noise, v, levels, labels),
+        "projected": lambda: sliced_loss(network, images + level * noise, v, levels, labels, projected=v),
+    }
+    total, data = level**2 + scale**2, level**2 + DATA**2
+    # -x / total = d / (s sqrt(data)) factor x - x / data
+    right = (1 / data - 1 / total) * level * data**0.5 / DATA
+    for name, loss in losses.items():
+        (slope,) = torch.autograd.grad(loss().mean(), network.factor, create_graph=True)
+        (bend,) = torch.autograd.grad(slope, network.factor)
+        found = float((network.factor - slope / bend).detach())
+        assert found == pytest.approx(right, abs=0.05), name
+        weight = 1 if name == "denoising" else DATA**2 / data
+        assert float(bend.detach()) == pytest.approx(weight * total, rel=0.1), name
