@@ -18,6 +18,16 @@ def digits() -> ImageSet:
 @pytest.fixture(scope="session")
 def few_digits(digits: ImageSet) -> ImageSet:
     """Sixty images of three classes and one of a fourth, at the end."""
+    return _of_each(digits, (20, 20, 20, 1))
+
+
+@pytest.fixture(scope="session")
+def fewer_digits(digits: ImageSet) -> ImageSet:
+    """A few of three classes and one of a fourth, at the end: for runs by the dozen."""
+    return _of_each(digits, (7, 7, 7, 1))
+
+
+def _of_each(digits: ImageSet, counts: tuple[int, ...]) -> ImageSet:
     assert digits.labels is not None
-    index = torch.cat([(digits.labels == c).nonzero()[:n, 0] for c, n in enumerate((20, 20, 20, 1))])
-    return ImageSet(digits.images[index], digits.labels[index], digits.classes[:4])
+    index = torch.cat([(digits.labels == c).nonzero()[:n, 0] for c, n in enumerate(counts)])
+    return ImageSet(digits.images[index], digits.labels[index], digits.classes[: len(counts)])

@@ -86,8 +86,8 @@ def quick(key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", PRIVATE)
-def test_every_method_is_sound(key: str, few_digits: ImageSet) -> None:
-    check_synthesizer(quick(key), few_digits)
+def test_every_method_is_sound(key: str, fewer_digits: ImageSet) -> None:
+    check_synthesizer(quick(key), fewer_digits)
 
 
 @pytest.mark.parametrize("key", [key for key in METHODS if key not in PRIVATE])

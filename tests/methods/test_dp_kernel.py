@@ -69,8 +69,8 @@ def test_the_sound_gradient_drowns_in_its_noise(few_digits: ImageSet) -> None:
 
 
 @pytest.mark.parametrize("form", ["gp", "nystrom"])
-def test_the_other_forms_are_sound(form: str, few_digits: ImageSet) -> None:
-    check_synthesizer(lambda **params: KernelGenerator(form=form, **{**QUICK, **params}), few_digits)
+def test_the_other_forms_are_sound(form: str, fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: KernelGenerator(form=form, **{**QUICK, **params}), fewer_digits)
 
 
 def test_the_published_form_says_that_it_promises_nothing(few_digits: ImageSet) -> None:

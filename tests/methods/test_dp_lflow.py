@@ -30,8 +30,8 @@ QUICK: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("options", [{"variant": "conditional"}, {"space": "pixels"}])
-def test_the_other_forms_are_sound(options: dict[str, Any], few_digits: ImageSet) -> None:
-    check_synthesizer(lambda **params: LatentFlow(**{**QUICK, "steps": 2, **options, **params}), few_digits)
+def test_the_other_forms_are_sound(options: dict[str, Any], fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: LatentFlow(**{**QUICK, "steps": 2, **options, **params}), fewer_digits)
 
 
 def test_the_published_noise_is_not_enough() -> None:
