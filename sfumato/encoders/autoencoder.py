@@ -56,7 +56,12 @@ class Autoencoder(nn.Module):
     @property
     def facts(self) -> dict[str, Any]:
         """What a certificate says of it."""
-        return {"name": "taef2", "sha256": list(self.sha256), "trained_on": "images of its author's", "licence": "MIT"}
+        return {
+            "name": "taef2",
+            "sha256": list(self.sha256),
+            "trained_on": "not stated by its author",
+            "licence": "MIT",
+        }
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         maps: torch.Tensor = self.encoder((images.expand(-1, 3, -1, -1) + 1) / 2)

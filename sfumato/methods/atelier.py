@@ -39,6 +39,7 @@ from sfumato.progress import track
 
 DISAGREEMENT = ("relabel", "drop", "keep")
 MOMENTUM = 0.9
+AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
 CALM = 1e-4  # noise of all the teacher's gradients together, per image, above which the rate is lower
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
@@ -70,6 +71,8 @@ class Atelier(KernelGenerator):
             raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
         if self.disagreement not in DISAGREEMENT:
             raise ValueError(f"disagreement must be one of {', '.join(DISAGREEMENT)}, got {self.disagreement!r}")
+        if self.teacher_steps < 2:
+            raise ValueError(f"teacher_steps must be at least 2, got {self.teacher_steps}")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
         return super().validate()
@@ -106,7 +109,9 @@ class Atelier(KernelGenerator):
         noise = vault.plan["teacher"].noise / (math.sqrt(self.teacher_steps) * expected)
         rate = self.teacher_rate * (min(1.0, CALM / noise) if noise > 0 else 1.0)
         for _ in track(self.teacher_steps, "teacher"):
-            sums = seen.gradient(linear, _surprise, release="teacher", bound=self.teacher_bound, with_labels=True)
+            sums = seen.gradient(
+                linear, _surprise, release="teacher", bound=self.teacher_bound, with_labels=True, at_once=AT_ONCE
+            )
             velocity = MOMENTUM * velocity + sums["weight"] / (self.sampling_prob * expected)
             with torch.no_grad():
                 linear.weight -= rate * velocity
@@ -155,7 +160,11 @@ class Atelier(KernelGenerator):
         return images
 
     def soft_labels(self, images: ImageSet) -> torch.Tensor:
-        """What the teacher sees in images: a probability for each class, [N, classes]. Post-processing."""
+        """What the teacher sees in images: a probability for each class, [N, classes].
+
+        The teacher is post-processing of releases, so this costs no privacy of the images that were learned from. It
+        tells of the images that are looked at.
+        """
         public = self._fitted()
         if not _taught(public):
             raise DataError("there are no classes, so that there is no teacher and there are no labels")

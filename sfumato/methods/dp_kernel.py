@@ -107,7 +107,7 @@ class KernelGenerator(GeneratorMethod):
 
     @property
     def claimed(self) -> dict[str, Any] | None:  # type: ignore[override]
-        if self.form != "published":
+        if self.form != "published" or not self._budget().private:
             return None
         return {"epsilon": self.epsilon, "delta": self.delta, "by": self.paper, "why": LEAK}
 

@@ -94,6 +94,8 @@ class PerceptualEmbedding(GeneratorMethod):
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.layers not in LAYERS:
             raise ValueError(f"layers must be one of {', '.join(LAYERS)}, got {self.layers!r}")
+        if self.encoder_steps < 2:
+            raise ValueError(f"encoder_steps must be at least 2, got {self.encoder_steps}")
         if not self.encoder_share < 1:
             raise ValueError(f"encoder_share must lie between 0 and 1, got {self.encoder_share!r}")
         if self.moments not in (1, 2):

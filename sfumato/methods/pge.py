@@ -118,7 +118,7 @@ class GradientEstimation(Synthesizer):
 
     @property
     def claimed(self) -> dict[str, Any] | None:  # type: ignore[override]
-        if self.form != "published":
+        if self.form != "published" or not self._budget().private:
             return None
         return {"epsilon": self.epsilon, "delta": 0.0, "by": self.paper, "why": LEAK}
 
@@ -187,7 +187,7 @@ class GradientEstimation(Synthesizer):
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         first = self._first()
-        facts = {} if first is None else first._facts(public)
+        facts = {} if first is None else {**first._facts(public), "warm": first._json_params()}
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:

@@ -36,7 +36,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
-from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN
+from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, failed
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -162,10 +162,7 @@ class Gradients:
             except Exception as error:
                 failure = type(error).__name__
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
-                raise RuntimeError(
-                    f"the loss failed on private images with a {failure}; what it said is not shown, as it could hold "
-                    "pixels. It worked on public ones: does it depend on the values?"
-                )
+                raise failed("the loss", failure)
             total += part
             witness = norms[:, place], losses[:, place].double()
             first = witness if first is None else first

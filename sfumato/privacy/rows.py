@@ -39,6 +39,24 @@ class Records(Protocol):
     def classes(self) -> Sequence[str]: ...
 
 
+class FailedOnPrivate(RuntimeError):
+    """A feature or loss failed on private images. What it said is not passed on: it could hold pixels."""
+
+    def __init__(self, what: str, error: str) -> None:
+        super().__init__(
+            f"{what} failed on private images with a {error}; what it said is not shown, as it could hold pixels. It "
+            "worked on public ones: does it depend on the values? That it failed may tell of an image, so that this "
+            "run promises nothing any more: mend it, and begin a new one"
+        )
+
+
+def failed(what: str, error: str) -> Exception:
+    """Guarantee: an error that tells nothing but its type; too little memory is no one image's doing."""
+    if error in ("MemoryError", "OutOfMemoryError"):
+        return MemoryError(f"{what} needs more memory than there is for a batch of images")
+    return FailedOnPrivate(what, error)
+
+
 class Rows:
     """Records in memory, and rows that are computed from each by itself.
 
@@ -155,10 +173,7 @@ class Rows:
             except Exception as error:
                 failure = type(error).__name__
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
-                raise RuntimeError(
-                    f"the feature map failed on private images with a {failure}; what it said is not shown, as it "
-                    "could hold pixels. It worked on public ones: does it depend on the values?"
-                )
+                raise failed("the feature map", failure)
             first = witness if first is None else first
             apart, length = (torch.linalg.vector_norm(t.double()) for t in (witness - first, first))
             changed = torch.maximum(changed, apart / length.clamp_min(1e-30))

@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from sfumato.privacy.budget import Budget, BudgetExceeded
 from sfumato.privacy.gradients import Gradients, Loss
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.rows import PLACE_MARGIN, Feature, Records, Rows
+from sfumato.privacy.rows import PLACE_MARGIN, FailedOnPrivate, Feature, Records, Rows
 from sfumato.privacy.sampling import poisson_sample
 
 GRID_STEPS = 2**16  # integer steps of the secure form per bound, times the square root of the dimension
@@ -137,7 +138,8 @@ class Vault(Rows):
         secure = self._secure(planned)
         self._charge(planned)
         query = Query(feature, planned, float(bound), width, by_class, with_labels, secure, shares)
-        exact, unit, radius = self._exact_sum(query)
+        with self._told():
+            exact, unit, radius = self._exact_sum(query)
         return self._keep_result(planned, question, self._noised(planned, exact, radius, secure) * unit)
 
     def gradient(
@@ -191,7 +193,8 @@ class Vault(Rows):
             self._rules[release] = engine.structure, engine.calls
         engine.calls = self._rules[release][1]
         self._charge(planned)
-        exact = engine.sum(self._seated(self._drawn(planned, None), by_class, records, with_labels, views, draws))
+        with self._told():
+            exact = engine.sum(self._seated(self._drawn(planned, None), by_class, records, with_labels, views, draws))
         radius = engine.radius * (1 + self._passes * engine.margin + engine.rounding(records))
         return engine.named(self._noised(planned, exact, radius, False).detach().float())
 
@@ -204,10 +207,11 @@ class Vault(Rows):
         shape = self._row_shape(transform)
         home = self._images.device
         kept = torch.zeros(self._size, *shape, device=home)
-        for index, rows in self._rows(transform, torch.arange(self._size)):
-            if rows.shape[1:] != shape:
-                raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
-            kept[index.to(home)] = rows.float().to(home)
+        with self._told():
+            for index, rows in self._rows(transform, torch.arange(self._size)):
+                if rows.shape[1:] != shape:
+                    raise ValueError(f"rows are {tuple(rows.shape[1:])}, {tuple(shape)} on random images")
+                kept[index.to(home)] = rows.float().to(home)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
         mapped._images, mapped._widths, mapped._rules = kept, {}, {}
@@ -228,6 +232,18 @@ class Vault(Rows):
             raise ValueError("say why the raw images are needed; the certificate will show it")
         self.ledger.append("unprotected", reason=reason)
         return self._images, self._labels
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Guarantee: where code fails on private images, the run's promise is void, on the disk, before that shows.
+
+        For an error is an answer without noise: code can be made to fail on one image and on no other.
+        """
+        try:
+            yield
+        except FailedOnPrivate as error:
+            self.ledger.append("unprotected", reason=str(error).split(";")[0])
+            raise
 
     # -- the steps of a query -----------------------------------------------------------------------------
 

@@ -906,3 +906,45 @@ def test_a_vault_does_not_travel() -> None:
         with pytest.raises(TypeError, match="private images"):
             leave(vault)
     assert "40" not in repr(vault)
+
+
+@pytest.mark.parametrize("query", ["map", "sum", "gradient"])
+def test_code_that_fails_on_an_image_voids_the_promise(query: str, few_digits: ImageSet, tmp_path: Path) -> None:
+    """An error is an answer without noise: whether a certain image is there could be asked that way."""
+    target = few_digits.images[7].float() / 127.5 - 1
+    table = torch.zeros(2)
+
+    def picky(images: torch.Tensor) -> torch.Tensor:
+        there = ((images - target).abs().sum((1, 2, 3)) < 1e-3).long()
+        return table[there * 5][:, None] + images.flatten(1)[:, :1]
+
+    model = torch.nn.Linear(1, 1)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        vault = Vault(few_digits, Budget(1.0, 1e-5), [Release("r", 5)], ledger=ledger)
+        ask = {
+            "map": lambda: vault.map(picky),
+            "sum": lambda: vault.sum(picky, release="r", bound=1.0),
+            "gradient": lambda: vault.gradient(model, lambda m, x: m(picky(x))[:, 0], release="r", bound=1.0),
+        }
+        with pytest.raises(RuntimeError, match="failed on private images"):
+            ask[query]()
+        assert Certificate.from_ledger(ledger).guarantee == "none"
+    others = few_digits.subset(torch.tensor([place for place in range(61) if place != 7]))
+    Vault(others, Budget(1.0, 1e-5), [Release("r", 5)]).map(picky)
+
+
+def test_too_little_memory_tells_nothing(few_digits: ImageSet) -> None:
+    calls = 0
+
+    def greedy(images: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise MemoryError("allocate 123.25")
+        return images.flatten(1)
+
+    vault = Vault(few_digits, Budget(1.0, 1e-5), [Release("r", 5)])
+    with pytest.raises(MemoryError, match="more memory") as caught:
+        vault.sum(greedy, release="r", bound=1.0)
+    assert "123.25" not in str(caught.value)
+    assert Certificate.from_ledger(vault.ledger).guarantee != "none"
