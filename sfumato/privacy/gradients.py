@@ -36,7 +36,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
-from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, failed
+from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Watched, failed, kind_of
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ Tensors = dict[str, torch.Tensor]
 COARSE = 5  # times larger margins for rounding where a network computes with less than float32
 MOST_TIMES = 1e30  # a bound: a longer gradient counts as zero, since the factor that clips it is no plain float32
 LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into float32
-STIR = 0.02  # standard deviation
+STIR = 0.02
 RULE_MARGIN = 1e-2  # relative, between a layer's gradient by its rule and by differentiation (in TF32, maybe)
 ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
 SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
@@ -160,7 +160,7 @@ class Gradients:
             try:
                 part, norms, losses = self.clipped(inputs, present)
             except Exception as error:
-                failure = type(error).__name__
+                failure = kind_of(error)
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
                 raise failed("the loss", failure)
             total += part
@@ -240,11 +240,7 @@ class Gradients:
         """
         alone = self if self.classes is None else self._lane(0)
         inputs, trial = [part[:1] for part in inputs], copy.copy(alone)
-        generator = torch.Generator().manual_seed(0)
-        trial.weights = {
-            name: weight + STIR * torch.randn(weight.shape, generator=generator).to(weight)
-            for name, weight in alone.weights.items()
-        }
+        trial.weights = {name: weight + STIR * _stir(weight) for name, weight in alone.weights.items()}
         calls: list[Call] = []
         alone._parts(inputs, calls)
         seen: list[Call] = []
@@ -321,7 +317,7 @@ class Gradients:
             (slopes, tapped), (mean, given) = grad(value, (0, 1), has_aux=True)(direct, zeros)
             return slopes, tapped, given, mean
 
-        with torch.no_grad():
+        with torch.no_grad(), Watched():
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
             slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
         parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
@@ -369,6 +365,11 @@ class _Whole(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         return self.loss(self.model, *inputs)
+
+
+def _stir(weight: torch.Tensor) -> torch.Tensor:
+    """Fixed numbers without a pattern that a weight could have."""
+    return torch.arange(weight.numel(), dtype=torch.float64).square().sin().to(weight).view(weight.shape)
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sfumato.privacy.sampling import shuffled, standard_normals
 
@@ -48,6 +49,42 @@ class FailedOnPrivate(RuntimeError):
             "worked on public ones: does it depend on the values? That it failed may tell of an image, so that this "
             "run promises nothing any more: mend it, and begin a new one"
         )
+
+
+class Watched(TorchFunctionMode):
+    """Notes an operation that fails, whether or not whoever called it catches the error.
+
+    Guarantee: an operation can fail on one image of a batch only, and what is done about it is done to all of them. So
+    that it failed is not kept from the vault: it raises `OperationFailed` on the way out.
+    """
+
+    failed = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.failed = self.failed or type(error).__name__
+            raise
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        if self.failed:
+            raise OperationFailed(self.failed, details[1]) from None
+
+
+def kind_of(error: Exception) -> str:
+    return error.kind if isinstance(error, OperationFailed) else type(error).__name__
+
+
+class OperationFailed(RuntimeError):
+    """An operation failed; the error's type, and what was said in the end, if anything was."""
+
+    def __init__(self, kind: str, said: BaseException | None) -> None:
+        self.kind = kind
+        super().__init__(f"an operation failed with a {kind}, and that was kept quiet" if said is None else str(said))
 
 
 def failed(what: str, error: str) -> Exception:
@@ -171,7 +208,7 @@ class Rows:
             try:
                 rows, witness = self._apply(feature, self._batch(index), labels, turn, number)
             except Exception as error:
-                failure = type(error).__name__
+                failure = kind_of(error)
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
                 raise failed("the feature map", failure)
             first = witness if first is None else first
@@ -215,7 +252,7 @@ class Rows:
         inputs = [_filled(images, size, self._probes()[-1])[order]]
         if labels is not None:
             inputs.append(_filled(labels, size, labels.new_zeros(()))[order])
-        with torch.no_grad():
+        with torch.no_grad(), Watched():
             rows = torch.vmap(alone, randomness="error")(*inputs).detach()
         if len(rows) != size:
             raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")

@@ -20,7 +20,7 @@ from sfumato.data import ImageSet
 from sfumato.methods.check import check_unit_variance
 from sfumato.nets.stacked import one, stacked
 from sfumato.nets.unet import UNet
-from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release, Vault, rows
+from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release, Vault
 from sfumato.privacy import vault as module
 from sfumato.privacy.gradients import Gradients
 from sfumato.privacy.layers import Products, Written
@@ -57,10 +57,6 @@ class Net(nn.Module):
 
 def squares(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return model(images).square().sum(1)  # type: ignore[no-any-return]
-
-
-def steep_squares(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    return 1e4 * squares(model, images)
 
 
 def labelled(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -658,8 +654,8 @@ def test_a_constant_does_not_hide_a_change() -> None:
         vault.gradient(small(), schedule, release="g", bound=1.0)
 
 
-def test_no_tensor_passes_from_class_to_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network that keeps what it saw last, and adds it where it fits: it never fits."""
+def test_no_tensor_passes_from_class_to_class() -> None:
+    """A network that keeps what it saw last, and adds it where it fits: it never fits, and that is noticed."""
 
     class Keeping(nn.Module):
         def __init__(self) -> None:
@@ -675,18 +671,10 @@ def test_no_tensor_passes_from_class_to_class(monkeypatch: pytest.MonkeyPatch) -
             bright = (x.mean(1, keepdim=True) - 0.6).clamp_min(0)
             return self.layer(0.01 * x + 10 * bright * change)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(rows, "shuffled", lambda index: index)
-    torch.manual_seed(0)
-    model, sums = stacked([Keeping(), Keeping()]), []
-    for first in (1.0, -1.0):
-        images = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.8
-        images[0, :, :4] *= first
-        with recorded(monkeypatch) as seen:
-            vault = Vault(Floats(images, torch.arange(6) // 3, ("a", "b")), Budget(1), [Release("g", 5)])
-            vault.gradient(model, steep_squares, release="g", bound=1.0, by_class=True)
-        sums.append(seen[0][0])
-    assert not torch.equal(sums[0][0], sums[1][0])
-    assert torch.equal(sums[0][1], sums[1][1])
+    with pytest.raises((ValueError, RuntimeError), match=r"one by one|failed on private images"):
+        Vault(records(), Budget(1), [Release("g", 5)]).gradient(
+            stacked([Keeping() for _ in range(3)]), squares, release="g", bound=1.0, by_class=True
+        )
 
 
 def test_a_tensor_kept_from_an_earlier_batch_is_refused() -> None:

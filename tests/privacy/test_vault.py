@@ -627,7 +627,7 @@ def test_a_feature_is_tried_on_every_class() -> None:
     data = Floats(torch.zeros(3, 1, 4, 4), torch.tensor([0, 1, 2]), tuple("abcdefghij"))
     table = torch.zeros(6, 16)
     vault = Vault(data, Budget(1), [Release("x")])
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="out of bounds"):
         vault.sum(lambda x, labels: x.flatten(1) + table[labels], release="x", bound=1.0, with_labels=True)
     assert vault.ledger.charged("x") == 0
 
@@ -931,6 +931,34 @@ def test_code_that_fails_on_an_image_voids_the_promise(query: str, few_digits: I
         assert Certificate.from_ledger(ledger).guarantee == "none"
     others = few_digits.subset(torch.tensor([place for place in range(61) if place != 7]))
     Vault(others, Budget(1.0, 1e-5), [Release("r", 5)]).map(picky)
+
+
+@pytest.mark.parametrize("query", ["sum", "gradient"])
+@pytest.mark.parametrize("way", ["quietly", "as too little memory"])
+def test_an_error_that_is_caught_is_noticed(query: str, way: str, few_digits: ImageSet) -> None:
+    """What is done about an operation that fails on one image is done to all of a batch: 60 bounds in place of one."""
+    target = few_digits.images[7].float() / 127.5 - 1
+    table = torch.zeros(2)
+
+    def sly(images: torch.Tensor) -> torch.Tensor:
+        there = ((images - target).abs().sum((1, 2, 3)) < 1e-3).long()
+        try:
+            table[there * 5]
+        except IndexError:
+            if way != "quietly":
+                raise MemoryError from None
+            return images.flatten(1)[:, :1] * 0
+        return images.flatten(1)[:, :1] * 0 + 1
+
+    vault = Vault(few_digits, Budget(1.0, 1e-5), [Release("r", 5)])
+    model = torch.nn.Linear(1, 1)
+    ask = {
+        "sum": lambda: vault.sum(sly, release="r", bound=1.0),
+        "gradient": lambda: vault.gradient(model, lambda m, x: m(sly(x))[:, 0], release="r", bound=1.0),
+    }
+    with pytest.raises(RuntimeError, match="failed on private images with a IndexError"):
+        ask[query]()
+    assert Certificate.from_ledger(vault.ledger).guarantee == "none"
 
 
 def test_too_little_memory_tells_nothing(few_digits: ImageSet) -> None:
