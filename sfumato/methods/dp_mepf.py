@@ -36,12 +36,12 @@ from sfumato.encoders.private import FACTS, PrivateEncoder
 from sfumato.encoders.scattering import Scattering
 from sfumato.methods.generating import GeneratorMethod, Training, warm_cosine
 from sfumato.nets.graph import Graph
+from sfumato.nets.moments import class_means, moment
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
 STOPPING = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
-FLOOR = 1e-3  # a norm far above rounding, and far below that of what a network sees in an image
 LARGEST_SIDE = 128
 LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
@@ -158,7 +158,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
         def loss(images: torch.Tensor) -> torch.Tensor:
             maps = embedding.maps(images)
-            return matching([embedding.moment(maps, power).unflatten(0, (-1, each)) for power in self._powers])
+            return matching(class_means(maps, len(public.classes), self.moments, embedding.balanced), each)
 
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         training = Training(self, public, generator, each=each, ema=self.ema)
@@ -220,16 +220,10 @@ class Embedding:
     facts: dict[str, Any]
     balanced: bool
 
-    def moment(self, maps: list[torch.Tensor], power: int) -> torch.Tensor:
-        """phi_1 or phi_2, of norm one, or near zero."""
-        if not self.balanced:
-            return _moment(maps, power)
-        return torch.cat([_moment([layer], power) for layer in maps], 1) / math.sqrt(len(maps))
-
     def rows(self, images: torch.Tensor, powers: range, stopping: bool) -> torch.Tensor:
         """phi_1, and phi_2, each of norm one (or zero); then a tenth of those of the last map's means."""
         maps = self.maps(images)
-        parts = [self.moment(maps, power) for power in powers]
+        parts = [moment(maps, power, self.balanced) for power in powers]
         return torch.cat([*parts, _pooled(maps, powers) / STOPPING] if stopping else parts, 1)
 
     def pooled(self, images: torch.Tensor, powers: range) -> torch.Tensor:
@@ -250,13 +244,11 @@ class Matching:
         on_gpu = shares.device.type == "cuda"
         self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu) if rate else None
 
-    def __call__(self, made: list[torch.Tensor]) -> torch.Tensor:
-        """`made`: rows for each moment, [classes, images, features]."""
-        means = [self._shares * rows.mean(1) for rows in made]
+    def __call__(self, made: list[torch.Tensor], count: int) -> torch.Tensor:
+        """`made`: means for each moment, [classes, features], over `count` images of each class."""
+        means = [self._shares * mean for mean in made]
         if self._adam is None:
-            return torch.stack(
-                [distance(m, w, made[0].shape[1]) for m, w in zip(means, self._wanted, strict=True)]
-            ).sum()
+            return torch.stack([distance(m, w, count) for m, w in zip(means, self._wanted, strict=True)]).sum()
         differences = [wanted - mean for wanted, mean in zip(self._wanted, means, strict=True)]
         for a, difference in zip(self._follow, differences, strict=True):
             a.grad = 2 * (a - difference.detach()) / a.shape[1]
@@ -316,16 +308,9 @@ def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, f
     return expected, anyhow, min(9 * square, anyhow)
 
 
-def _moment(maps: list[torch.Tensor], power: int) -> torch.Tensor:
-    """All entries of the maps to that power, divided by their norm; what is nothing but rounding stays small."""
-    flat = torch.cat([values.flatten(1).float() for values in maps], 1)
-    flat = flat if power == 1 else flat.square()
-    return flat / (flat.square().sum(1, keepdim=True) + FLOOR ** (2 * power)).sqrt()
-
-
 def _pooled(maps: list[torch.Tensor], powers: range) -> torch.Tensor:
     last = maps[-1].float().mean((2, 3), keepdim=True)
-    return torch.cat([_moment([last], power) for power in powers], 1)
+    return torch.cat([moment([last], power, False) for power in powers], 1)
 
 
 def _scattering(shape: tuple[int, int, int], device: torch.device) -> Embedding:
