@@ -2,17 +2,18 @@
 
     python benchmarks/dp_mepf.py --folder DATA --workers 4 --json benchmarks/results/dp_mepf.json --pictures DIR
 
-Tables: `budget` (the default at several epsilons, all data sets; CIFAR-10 without its labels too), `moments` (the first
-only), `encoders` (scattering, which nobody trained), `paper` (its loss and its generators), `stopping` (like Table 4 of
-the paper: the Fréchet distance of the snapshot that is nearest to the release, of the last one, and of the best one,
-which no private program may choose), `speed` (images per second of one private sum, by encoder).
+Tables: `budget` (the default at several epsilons, all data sets), `unlabelled` (CIFAR-10 without its labels), `moments`
+(the first only), `encoders` (scattering, which nobody trained; one trained on the private images; a ResNet-18 on
+Tiny-ImageNet, resnet18_tinyimagenet.safetensors in $SFUMATO_WEIGHTS), `paper` (its loss and its generators), `stopping`
+(like Table 4 of the paper: the Fréchet distance of the snapshot that is nearest to the release, of the last one, and of
+the best one, which no private program may choose), `speed` (images per second of one private sum, by encoder).
 
 The protocol: fit through the vault with class sizes declared public, draw 60,000 images (or as many as there are
 private ones, if fewer), train classifiers on them, test once on the real test split; without labels, the Fréchet
 distance to the test split in EfficientNet-Lite0's features, `fd`. Rows that the JSON file holds are not made again.
 
-DATA is a folder with mednist.npz and celeba.npz (10,000 faces by gender, 8,000 for training, 32 pixels); the other sets
-are found by name.
+DATA is a folder with mednist.npz, celeba.npz and celeba64.npz (10,000 faces by gender, 8,000 for training, at 32 and 64
+pixels); the other sets are found by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from running import DATA, Job, Row, arguments, carry_out, known, load
+from running import Job, Row, arguments, carry_out, known, load
 
 import sfumato as sf
 from sfumato.data import ImageSet, contact_sheet
@@ -38,6 +39,8 @@ from sfumato.privacy import Budget, Release, Vault
 BUDGETS = (1.0, 10.0, 0.2, math.inf)
 GREY = ("mnist", "fashion-mnist")
 COLOUR = ("cifar10", "celeba")
+MAIN, OTHERS = (*GREY, "cifar10"), ("celeba", "mednist", "celeba64")
+LARGER = "resnet18_tinyimagenet"
 PAPER = {"loss": "moving", "network": "mepf", "latent": 90, "hidden": 500}
 MEASURED = 5_000  # images of a snapshot
 DISTANCE = "fd_effnet_lite0"
@@ -47,32 +50,33 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     """All of them, the ones that matter most first."""
     found: list[Job] = []
 
-    def add(table: str, names: Iterable[str], params: dict[str, Any], count: int, labelled: bool = True) -> None:
-        measures = list(options.classifiers) if labelled and not table.startswith("stopping") else ["fd"]
+    def add(table: str, names: Iterable[str], params: dict[str, Any], labelled: bool = True, seeds: int = 1) -> None:
+        if table.split(":")[0] not in options.tables:
+            return
+        measures = list(options.classifiers) if labelled and table != "stopping" else ["fd"]
         measures = ["images/s"] if table == "speed" else measures
         for name in names:
-            for seed in range(count if name in options.data else 0):
+            for seed in range(seeds if name in options.data else 0):
                 job = {"table": table, "data": name, "seed": seed, "params": params, "labelled": labelled}
                 found.append({**job, "measures": measures})
 
-    for epsilon in BUDGETS:
-        budget = {"epsilon": epsilon}
-        if "budget" in options.tables:
-            add("budget", DATA, budget, options.seeds)
-            add("budget: unlabelled", ("cifar10",), budget, options.seeds, labelled=False)
-        if "moments" in options.tables:
-            add("moments: first only", DATA, {**budget, "moments": 1}, 1)
-        if "encoders" in options.tables:
-            add("encoders: scattering", DATA, {**budget, "encoder": "scattering"}, 1)
-        if "paper" in options.tables:
-            add("paper's loss and generator", GREY, {**budget, **PAPER, "width": 16}, 1)
-            add("paper's loss and generator", COLOUR, {**budget, **PAPER, "width": 64}, 1)
-        if "stopping" in options.tables:
-            add("stopping", COLOUR, budget, options.seeds)
-    if "speed" in options.tables:
+    for seeds in (1, options.seeds):
+        for names in (MAIN, OTHERS):
+            for epsilon in BUDGETS:
+                add("budget", names, {"epsilon": epsilon}, seeds=seeds)
+        for epsilon in BUDGETS:
+            add("unlabelled", ("cifar10",), {"epsilon": epsilon}, labelled=False, seeds=seeds)
+        for epsilon in BUDGETS[:2]:
+            add("encoders: resnet18", ("cifar10",), {"epsilon": epsilon, "encoder": LARGER}, seeds=seeds)
+            add("stopping", COLOUR, {"epsilon": epsilon}, seeds=seeds)
         for encoder in ("auto", "scattering"):
-            add("speed", ("fashion-mnist", "cifar10"), {"epsilon": 1.0, "encoder": encoder}, options.seeds)
-    return found
+            add("speed", ("fashion-mnist", "cifar10"), {"epsilon": 1.0, "encoder": encoder}, seeds=seeds)
+    add("encoders: scattering", MAIN, {"epsilon": 1.0, "encoder": "scattering"})
+    add("encoders: dp", MAIN, {"epsilon": 1.0, "encoder": "dp"})
+    add("moments: first only", MAIN, {"epsilon": 1.0, "moments": 1})
+    add("paper: its loss and generator", GREY, {"epsilon": 1.0, **PAPER, "width": 16})
+    add("paper: its loss and generator", COLOUR, {"epsilon": 1.0, **PAPER, "width": 64})
+    return [job for place, job in enumerate(found) if job not in found[:place]]
 
 
 def run(job: Job, options: argparse.Namespace) -> list[Row]:
@@ -178,9 +182,9 @@ def unfinished(found: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    tables = ["budget", "stopping", "speed", "moments", "encoders", "paper"]
+    tables = ["budget", "unlabelled", "stopping", "speed", "moments", "encoders", "paper"]
     parser.add_argument("--tables", nargs="+", default=tables, choices=tables)
-    parser.add_argument("--data", nargs="+", default=list(DATA))
+    parser.add_argument("--data", nargs="+", default=[*MAIN, *OTHERS])
     parser.add_argument("--classifiers", nargs="+", default=["mlp", "logistic", "small_cnn"])
     options = parser.parse_args()
     rows = known(options.json)

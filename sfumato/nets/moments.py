@@ -72,16 +72,15 @@ class _ClassMeans(torch.autograd.Function):
             together = torch.stack(found)
             dots.append(together if balanced else together.sum(0).expand_as(together))
         gradients = []
-        for place, f in enumerate(maps):
-            f = f.view(classes, -1, f.shape[1])
+        for place, f in enumerate(values.view(classes, -1, values.shape[1]) for values in maps):
             one = [(scale * inverse[power][place]).view(classes, -1, 1).to(f) for power in range(moments)]
             back = [
                 (scale * dots[power][place] * inverse[power][place] ** 3).view(classes, -1, 1).to(f)
                 for power in range(moments)
             ]
-            g = [slope[:, None].to(f) for slope in slopes[place * moments : (place + 1) * moments]]
-            inner = -back[0] if moments == 1 else (2 * g[1] * one[1] - back[0]).addcmul_(f.square(), -2 * back[1])
-            gradients.append(torch.addcmul(g[0] * one[0], f, inner).flatten(0, 1))
+            here = [slope[:, None].to(f) for slope in slopes[place * moments : (place + 1) * moments]]
+            inner = -back[0] if moments == 1 else (2 * here[1] * one[1] - back[0]).addcmul_(f.square(), -2 * back[1])
+            gradients.append(torch.addcmul(here[0] * one[0], f, inner).flatten(0, 1))
         return None, None, None, *gradients
 
 
