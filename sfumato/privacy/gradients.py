@@ -28,12 +28,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, grad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
 from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Watched, failed, kind_of
@@ -47,6 +50,7 @@ LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into flo
 STIR = 0.02
 RULE_MARGIN = 1e-2  # relative, between a layer's gradient by its rule and by differentiation (in TF32, maybe)
 ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
+RECORD_AFTER = 2  # plain calls, on public images
 SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
 
 
@@ -74,6 +78,8 @@ class Gradients:
         self._apart = device.type == "cpu"  # lanes one by one: side by side they would only be moved about
         self._whole = _Whole(model, loss)
         self.calls: tuple[Call, ...] = ()  # to layers whose gradients are had by rule
+        self.recorded: Recorded | None = None
+        self.held: list[torch.Tensor] | None = None  # what a loss reads beside images and parameters, if asked for
 
     @property
     def lanes(self) -> int:
@@ -115,6 +121,11 @@ class Gradients:
         code = getattr(loss, "__code__", type(loss))  # the same for a lambda that is written in a loop
         return shapes, type(self._whole.model), code, self.classes, self._views, self._precision
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where in memory the network is: a recording reads it there."""
+        return tuple(tensor.data_ptr() for tensor in self._state().values())
+
     def try_out(self, inputs: Sequence[torch.Tensor]) -> None:
         """Finds rules for a loss that is new, and tells its author of mistakes: as `Rows._row_shape` does for features.
 
@@ -134,7 +145,7 @@ class Gradients:
         if not (norms.isfinite().all() and alone.isfinite().all()):
             raise ValueError("this loss has a NaN or infinity on random images; it cannot be checked")
         largest, margin = float(norms.max()), MARGIN * self._coarseness
-        if not torch.allclose(norms, same, 0.0, REPEAT_MARGIN * largest):
+        if not torch.allclose(norms, same, 0.0, REPEAT_MARGIN * self._coarseness * largest):
             raise ValueError(
                 "this loss gives another gradient when it is asked again: it counts its calls, or a network in it is "
                 "in training mode. How often it is called depends on how many images there are, so that must not show"
@@ -158,7 +169,7 @@ class Gradients:
         first, failure = None, ""
         for inputs, present, place in batches:
             try:
-                part, norms, losses = self.clipped(inputs, present)
+                part, norms, losses = (self.recorded or self.clipped)(inputs, present)
             except Exception as error:
                 failure = kind_of(error)
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
@@ -168,7 +179,13 @@ class Gradients:
             first = witness if first is None else first
             for now, then in zip(witness, first, strict=True):  # each by its own scale
                 changed = torch.maximum(changed, (now - then).abs().max() / then.abs().max().clamp_min(1e-30))
-        if not changed <= self.margin:  # after the last batch, when nothing has left yet
+        try:
+            steady = bool(changed <= self.margin)  # after the last batch, when nothing has left yet
+        except Exception as error:  # a device tells of what failed on it only when it is waited for
+            steady, failure = False, kind_of(error)
+        if failure:
+            raise failed("the loss", failure)
+        if not steady:
             raise RuntimeError(
                 "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
                 "often it is called depends on how many images there are. What was paid for this sum is spent"
@@ -209,7 +226,8 @@ class Gradients:
         for size, (bound, names) in zip(sizes, self.groups, strict=True):
             factor = torch.where(finite & present, bound / size.clamp_min(bound), 0.0).float()
             factors |= dict.fromkeys(names, factor)
-        if not bool(finite.all()):  # zero times NaN would be NaN
+        recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if recording or not bool(finite.all()):  # zero times NaN would be NaN
             for part in parts.values():
                 part.clear(~finite)
         total = torch.cat([parts[name].total(factors[name]) for name in self.weights], 1)
@@ -317,13 +335,14 @@ class Gradients:
             (slopes, tapped), (mean, given) = grad(value, (0, 1), has_aux=True)(direct, zeros)
             return slopes, tapped, given, mean
 
-        with torch.no_grad(), Watched():
+        holding = nullcontext() if self.held is None else Held(self.held)
+        with torch.no_grad(), Watched(), holding, _repeatable(self._device):
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
             slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
         parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
-        with _full_precision(self._device):
+        with _precision(self._device, "high" if torch.backends.cudnn.allow_tf32 else "highest"):
             for call, slope, entered in zip(self.calls, tapped, given, strict=True):
-                for name, part in by_rule(call, entered.detach().float(), slope.detach().float()):
+                for name, part in by_rule(call, entered.detach(), slope.detach()):
                     parts[name] = parts[name].plus(part) if name in parts else part
         return {name: parts[name] for name in self.weights}, losses.detach()
 
@@ -372,17 +391,73 @@ def _stir(weight: torch.Tensor) -> torch.Tensor:
     return torch.arange(weight.numel(), dtype=torch.float64).square().sin().to(weight).view(weight.shape)
 
 
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+class Recorded:
+    """`Gradients.clipped` for batches of one shape, as a CUDA graph: one launch in place of a thousand.
+
+    Guarantee: that of `clipped`, for what is replayed is what it does. The loss runs when it is recorded, on public
+    images and under `torch.vmap`; on private ones none of its code runs any more, only these operations. What they read
+    beside a batch is held here, so that no other tensor, with private numbers, ever comes to lie there.
+    """
+
+    def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor]) -> None:
+        self._engine = engine  # it holds the network's memory and what the loss reads: that is read at each replay
+        self._inputs = [part.clone() for part in inputs]
+        self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
+        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            for _ in range(RECORD_AFTER):
+                engine.clipped(self._inputs, self._present)
+        here.wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        engine.held = []
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._result = engine.clipped(self._inputs, self._present)
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for mine, given in zip((*self._inputs, self._present), (*inputs, present), strict=True):
+            if mine.shape != given.shape:
+                raise RuntimeError("a recording is for batches of one shape")
+            mine.copy_(given)
+        self._graph.replay()
+        total, norms, losses = self._result
+        return total.clone(), norms.clone(), losses.clone()  # the next replay overwrites them
+
+
+class Held(TorchFunctionMode):
+    """Holds all tensors that operations read, but for those under `vmap`, which they make themselves."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for given in tree_leaves((args, kwargs)):
+            if isinstance(given, torch.Tensor) and not is_functorch_wrapped_tensor(given):
+                self.tensors.append(given)
+        return func(*args, **(kwargs or {}))
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Matrix products of float32 as such, whatever the user has chosen for networks, or runs this under."""
+    return _precision(device, "highest")
+
+
+@contextmanager
+def _precision(device: torch.device, precision: str) -> Iterator[None]:
+    """Matrix products of float32 as such ("highest") or, on a GPU, as convolutions are by default ("high": TF32)."""
     with torch.autocast(device.type, enabled=False):
         try:
             chosen = torch.get_float32_matmul_precision()
         except RuntimeError:  # it was chosen by the newer way, which does not go with this one
-            with _ieee():
+            with _newer("ieee" if precision == "highest" else "tf32"):
                 yield
             return
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(precision)
         try:
             yield
         finally:
@@ -390,16 +465,24 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _ieee() -> Iterator[None]:
+def _newer(precision: str) -> Iterator[None]:
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
-            backend.fp32_precision = "ieee"
+            backend.fp32_precision = precision
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        for backend, was in zip(backends, before, strict=True):
+            backend.fp32_precision = was
+
+
+def _repeatable(device: torch.device) -> AbstractContextManager[None]:
+    """Convolutions whose derivatives come out the same each time."""
+    if device.type != "cuda":
+        return nullcontext()
+    kept = torch.backends.cudnn
+    return kept.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=kept.allow_tf32)
 
 
 def _longer(tensors: Sequence[torch.Tensor], lane: int) -> list[torch.Tensor]:

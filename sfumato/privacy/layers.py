@@ -101,7 +101,7 @@ class Products:
     """Gradients sum_t l_t r_t^T that are not written down: [lanes, n, t, p] and [lanes, n, t, d]."""
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> None:
-        self.left, self.right, self.shape = left, right, shape
+        self.left, self.right, self.shape = left.float(), right.float(), shape
 
     def squares(self) -> torch.Tensor:
         """Infinite where a factor is so large that the other could be too small for float32."""
@@ -127,7 +127,7 @@ class Products:
         return (left.mT @ self.right.flatten(1, 2)).flatten(1)
 
     def whole(self) -> torch.Tensor:
-        return (self.left.mT @ self.right).reshape(*self.left.shape[:2], *self.shape)
+        return _multiplied(self.left, self.right, self.shape)
 
     def plus(self, other: Part) -> Part:
         if isinstance(other, Products):
@@ -144,7 +144,7 @@ def by_rule(call: Call, entered: torch.Tensor, slope: torch.Tensor) -> Iterator[
     if call.kind == "linear":
         left, right = slope.flatten(2, -2), entered.flatten(2, -2)
         shape = torch.Size((left.shape[-1], right.shape[-1]))
-        bias = left.sum(2) if left.shape[2] > 1 else left[:, :, 0]
+        bias = left.sum(2, dtype=torch.float32)
     else:
         kernel = call.geometry[0]
         if call.kind == "conv":
@@ -153,17 +153,28 @@ def by_rule(call: Call, entered: torch.Tensor, slope: torch.Tensor) -> Iterator[
         else:  # a transposed convolution is a convolution from what comes out to what goes in
             left, right = _positions(entered), _patches(slope, *call.geometry)
             shape = torch.Size((entered.shape[3], slope.shape[3], *kernel))
-        bias = slope.sum((2, 4, 5))
+        bias = slope.sum((2, 4, 5), dtype=torch.float32)
     places, p, d = left.shape[2], left.shape[3], right.shape[3]
-    product = Products(left, right, shape)
-    yield call.weight, product if CHEAPER * places * (p + d) <= p * d else Written(product.whole())
+    if CHEAPER * places * (p + d) <= p * d:
+        yield call.weight, Products(left, right, shape)
+    else:
+        yield call.weight, Written(_multiplied(left, right, shape))
     if call.bias is not None:
         yield call.bias, Written(bias)
 
 
+def _multiplied(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """sum_t l_t r_t^T, [lanes, n, *shape], in float32; of bfloat16, as a device multiplies that: summed in float32."""
+    if left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cuda":
+        made = torch.bmm(left.mT.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
+    else:
+        made = left.float().mT @ right.float()
+    return made.reshape(*left.shape[:2], *shape)
+
+
 def _positions(maps: torch.Tensor) -> torch.Tensor:
     """[lanes, n, views, channels, H, W] to [lanes, n, views H W, channels]."""
-    return maps.flatten(4).mT.flatten(2, 3)
+    return maps.transpose(2, 3).flatten(3).mT
 
 
 def _patches(
@@ -181,9 +192,10 @@ def _patches(
     ]
     maps = maps.contiguous()
     *outer, row, column = maps.stride()
-    strides = (*outer, row * dilation[0], column * dilation[1], row * stride[0], column * stride[1])
-    patches = maps.as_strided((lanes, n, views, channels, *kernel, *across), strides)
-    return patches.flatten(6).flatten(3, 5).mT.flatten(2, 3)
+    steps = (row * dilation[0], column * dilation[1]), (row * stride[0], column * stride[1])
+    strides = (outer[0], outer[1], outer[3], *steps[0], outer[2], *steps[1])
+    patches = maps.as_strided((lanes, n, channels, *kernel, views, *across), strides)
+    return patches.flatten(5).flatten(2, 4).mT
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

@@ -258,17 +258,20 @@ class Rows:
             raise RuntimeError(f"a feature map must give rows of the images at hand, got {len(rows)} for {size}")
         return rows[order[: len(images)]], rows[place]
 
-    def _arrangement(self, turn: int, number: int, records: int) -> tuple[int, int]:
+    def _arrangement(self, turn: int, number: int, records: int, varied: bool = True) -> tuple[int, int]:
         """(size of a batch with room for so many records, place of the public image). Guarantee: no record is read."""
-        varied = 2 * random.Random(turn).randrange(SIZES) + turn % 2
-        size = max(records, self._tried) + 1 + 3 * varied + number % 3
+        more = 3 * (2 * random.Random(turn).randrange(SIZES) + turn % 2) + number % 3 if varied else 0
+        size = max(records, self._tried) + 1 + more
         # The public image stands at a place that changes, too: whoever stood there is at the end.
         return size, random.Random(f"{turn} {number}").randrange(records)
 
-    def _lanes(self, chosen: torch.Tensor, by_class: bool, records: int) -> Iterator[tuple[torch.Tensor, int]]:
+    def _lanes(
+        self, chosen: torch.Tensor, by_class: bool, records: int, varied: bool
+    ) -> Iterator[tuple[torch.Tensor, int]]:
         """Batch by batch the indices of the chosen records, [lanes, size], -1 where there is none; and a place.
 
         There is one lane, or one for each class, and `records` in a lane. At the place, which changes, there is none.
+        Sizes are varied from batch to batch, for code that could keep a tensor; or all the same, for a recording.
 
         Guarantee: that of `_rows`: a random order within each lane, so that one record more moves one other of its
         lane; sizes do not depend on the records.
@@ -279,7 +282,7 @@ class Rows:
             labels = torch.zeros_like(order) if self._labels is None else self._labels[order]
             lanes = [order[labels == label] for label in range(len(self.classes))]
         for number in range(-(-max(map(len, lanes)) // records)):
-            size, place = self._arrangement(turn, number, records)
+            size, place = self._arrangement(turn, number, records, varied)
             index = torch.full((len(lanes), size), -1)
             for row, lane in zip(index, lanes, strict=True):
                 here = lane[number * records : (number + 1) * records]
@@ -288,13 +291,20 @@ class Rows:
             yield index, place
 
     def _seated(
-        self, chosen: torch.Tensor, by_class: bool, records: int, with_labels: bool, views: int, draws: int
+        self,
+        chosen: torch.Tensor,
+        by_class: bool,
+        records: int,
+        with_labels: bool,
+        views: int,
+        draws: int,
+        varied: bool = True,
     ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, int]]:
         """Batch by batch of `_lanes` what a loss is given, [lanes, size, ...]; who is there at all; and the place.
 
         Guarantee: where there is no record there is a public image with public numbers, always the same.
         """
-        for index, place in self._lanes(chosen, by_class, records):
+        for index, place in self._lanes(chosen, by_class, records, varied):
             here = index[index >= 0]
             places = (
                 (index.flatten() >= 0).nonzero()[:, 0].to(self.device)

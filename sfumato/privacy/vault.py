@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from torch import nn
 
 from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
-from sfumato.privacy.gradients import Gradients, Loss
+from sfumato.privacy.gradients import Gradients, Loss, Recorded
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
 from sfumato.privacy.rows import PLACE_MARGIN, FailedOnPrivate, Feature, Records, Rows
@@ -91,6 +92,7 @@ class Vault(Rows):
         self._reserved: dict[str, int] = {}
         self._widths: dict[str, int] = {}
         self._rules: dict[str, tuple[Any, ...]] = {}
+        self._recordings: dict[str, tuple[Any, ...]] = {}
         self._open(facts or {})
 
     # -- queries ------------------------------------------------------------------------------------------
@@ -155,6 +157,7 @@ class Vault(Rows):
         draws: int = 0,
         precision: torch.dtype = torch.float32,
         at_once: int | None = None,
+        record: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Noisy sum of per-example gradients, each clipped in L2, by the names and in the shapes of the parameters.
 
@@ -164,7 +167,9 @@ class Vault(Rows):
         class's network, which is what the loss gets, and moves that slice only. Each image is evaluated `views` times,
         each time with `draws` standard normal numbers of its own, [images, draws]; the gradient of the mean is clipped.
         `precision` is that of the network (bfloat16: by autocast); clipping and sums have float32 at least. `at_once`
-        bounds memory, whatever sample is drawn: so many images (of each class) at a time. The caller divides by public
+        bounds memory, whatever sample is drawn: so many images (of each class) at a time. `record`: on a GPU, what the
+        loss does is recorded at the first call and replayed afterwards, in a fraction of the time; then only the values
+        of parameters may change between calls, in place, and nothing that Python decides. The caller divides by public
         numbers and takes the step.
 
         Guarantee: adding or removing one record moves the exact sum by at most the root of the sum of squared bounds,
@@ -192,11 +197,36 @@ class Vault(Rows):
             engine.try_out(self._public_inputs(engine.lanes, with_labels, views, draws))
             self._rules[release] = engine.structure, engine.calls
         engine.calls = self._rules[release][1]
+        if record and self.device.type == "cuda":
+            engine.recorded = self._recording(release, engine, records, with_labels, views, draws)
         self._charge(planned)
+        given = (by_class, records, with_labels, views, draws, engine.recorded is None)
         with self._told():
-            exact = engine.sum(self._seated(self._drawn(planned, None), by_class, records, with_labels, views, draws))
+            exact = engine.sum(self._seated(self._drawn(planned, None), *given))
         radius = engine.radius * (1 + self._passes * engine.margin + engine.rounding(records))
         return engine.named(self._noised(planned, exact, radius, False).detach().float())
+
+    def _recording(
+        self, release: str, engine: Gradients, records: int, with_labels: bool, views: int, draws: int
+    ) -> Recorded | None:
+        """What the engine does to a batch, recorded now or before; None where that cannot be recorded.
+
+        Guarantee: no private record is read.
+        """
+        key = (engine.structure, engine.addresses, engine.calls, records, with_labels, views, draws)
+        if self._recordings.get(release, (None,))[0] != key:
+            self._recordings.pop(release, None)  # first: it takes memory
+            size = self._arrangement(0, 0, records, varied=False)[0]
+            tried = self._public_inputs(engine.lanes, with_labels, views, draws)
+            inputs = [part[:, torch.arange(size, device=self.device) % part.shape[1]] for part in tried]
+            try:
+                recorded: Recorded | None = Recorded(engine, inputs)
+            except RuntimeError as error:
+                warnings.warn(f"this loss cannot be recorded, so that it is slower: {error}", stacklevel=3)
+                recorded = None
+            self._recordings[release] = key, recorded
+        found: Recorded | None = self._recordings[release][1]
+        return found
 
     def map(self, transform: Feature) -> Vault:
         """A vault over the same records with a public row-wise `transform` applied once and kept in memory.
@@ -214,7 +244,7 @@ class Vault(Rows):
                 kept[index.to(home)] = rows.float().to(home)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._widths, mapped._rules = kept, {}, {}
+        mapped._images, mapped._widths, mapped._rules, mapped._recordings = kept, {}, {}, {}
         mapped._batch_size, mapped._passes = MAPPED * self._batch_size, self._passes + 1
         return mapped
 

@@ -705,3 +705,54 @@ def test_what_a_loss_says_of_private_images_is_not_passed_on() -> None:
         vault.gradient(model, telling, release="g", bound=1.0)
     assert "123.25" not in "".join(traceback.format_exception(caught.value))
     assert caught.value.__context__ is None
+
+
+# -- recordings, on a GPU ---------------------------------------------------------------------------------------
+
+
+def test_what_a_loss_reads_is_held_for_a_recording() -> None:
+    table = torch.rand(1, 4)
+
+    def loss(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return (model(images) - table).square().sum(1)
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    engine = Gradients(model, loss, 1.0, classes=None, views=1, precision=torch.float32, device=torch.device("cpu"))
+    engine.held = []
+    engine._parts([torch.rand(1, 5, 1, 8, 8)])
+    assert any(tensor is table for tensor in engine.held)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_recording_gives_what_the_engine_gives(by_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = (stacked([small() for _ in range(3)]) if by_class else small()).cuda()
+    sums = []
+    for record in (False, True):
+        with recorded(monkeypatch) as seen:
+            vault = Vault(records(), Budget(1), [Release("g", 5)], device="cuda")
+            for _ in range(3):
+                vault.gradient(model, squares, release="g", bound=0.5, by_class=by_class, at_once=7, record=record)
+            assert (vault._recordings["g"][1] is not None) if record else not vault._recordings
+        sums.append(seen)
+    for plain, replayed in zip(*sums, strict=True):
+        assert torch.allclose(plain[0], replayed[0], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_recording_follows_the_parameters_and_bounds_every_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small().cuda()
+    with recorded(monkeypatch) as seen:
+        vault = Vault(records(), Budget(1), [Release("g", 5)], device="cuda")
+        for _ in range(2):
+            vault.gradient(model, squares, release="g", bound=0.5, record=True)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+        images = torch.full((1, 1, 8, 8), float("nan"))
+        Vault(
+            Floats(images, torch.zeros(1, dtype=torch.int64), ("a",)), Budget(1), [Release("g", 5)], device="cuda"
+        ).gradient(model, squares, release="g", bound=0.5, record=True)
+    assert not torch.allclose(seen[0][0], seen[1][0], rtol=1e-2)
+    assert float(seen[2][0].abs().max()) == 0
