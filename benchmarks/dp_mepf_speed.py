@@ -37,6 +37,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,7 +133,7 @@ def program(folder: Path) -> ModuleType:
     sys.path.insert(0, str(folder / "code"))
     left_out = (*UNUSED, *(() if importlib.util.find_spec("torchvision") else TORCHVISION))
     before = {name: sys.modules.get(name) for name in left_out}
-    sys.modules.update({name: MagicMock() for name in left_out})
+    sys.modules.update({name: MagicMock(__spec__=ModuleSpec(name, None)) for name in left_out})
     found = importlib.import_module("dp_mepf")
     for name in ("feature_matching", "model_builder", "util"):
         setattr(found, name, importlib.import_module(name))
