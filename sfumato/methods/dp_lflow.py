@@ -83,6 +83,7 @@ class LatentFlow(WarmStart):
     paper: ClassVar[str] = "DP-LFlow: Differentially Private Latent Flow (Jiang and Sun, TMLR 2023)"
     summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; scores images, too"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "lessons"})
+    on_cpu: ClassVar[dict[str, Any]] = {"warm_steps": 500, "warm_batch": 64}
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
 
     variant: str = "partitioned"
