@@ -7,12 +7,15 @@ decoding it, and an image that is unlike the others has an unlikely code.
 
 Released: `steps` noisy sums of per-image gradients over Poisson samples, autoencoder and flow clipped by a bound each;
 noisy class counts unless sizes are declared.
-Public: image shape, class names; permutations and initial weights, from the user's seed. Networks first learn from
-`lessons` batches of random pictures (`nets/pictures.py`): these come from no image, so they cost no privacy, and an
-autoencoder knows shapes and lines before it sees the first gradient.
+With `warm`, first the releases of another method, charged in the same plan: networks are taught by what its generator
+draws, each by images of its class (`warming.py`).
+Public: image shape, class names; permutations and initial weights, from the user's seed. Without `warm` networks first
+learn from `lessons` batches of random pictures (`nets/pictures.py`): these come from no image, so they cost no privacy,
+and an autoencoder knows shapes and lines before it sees the first gradient.
 Events: Gaussian sums over Poisson samples with probability q. The noise covers both bounds together, sqrt(C1^2 + C2^2)
 (the authors' code noises each block for its own bound and charges once: its true noise is less by sqrt(2)). One model
-per class: an image moves its class's block only, so all classes together are one sum (add-remove).
+per class: an image moves its class's block only, so all classes together are one sum (add-remove). Those of the warm
+start.
 
 The flow sees codes with a little noise (`jitter`), and the decoder the same: density has a floor then, codes cannot
 shrink to a point to be more likely, and the loss is an evidence bound: reconstruction + density, with a posterior of
@@ -26,24 +29,26 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.data import PublicFacts
-from sfumato.methods.base import Synthesizer
+from sfumato.data import ImageSet, PublicFacts
 from sfumato.methods.generating import warm_cosine
+from sfumato.methods.warming import WarmStart
 from sfumato.nets.autoencoder import Decoder, Encoder
 from sfumato.nets.flow import RealNVP
+from sfumato.nets.graph import Alone, Graph
 from sfumato.nets.pictures import random_pictures
-from sfumato.nets.stacked import one, stacked
+from sfumato.nets.stacked import one, stacked, together
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
-COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LESSON_BATCH, LESSON_RATE = 128, 2e-3
+LESSON_EMA = 0.998  # average of the weights over lessons
 MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
 PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
 VARIANTS = ("partitioned", "conditional")
@@ -53,7 +58,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(kw_only=True, eq=False)
-class LatentFlow(Synthesizer):
+class LatentFlow(WarmStart):
     """An autoencoder and a flow on its codes, by DP-SGD.
 
     variant: `partitioned`, a model for each class, all trained at once; or `conditional`, one model of all images whose
@@ -65,7 +70,8 @@ class LatentFlow(Synthesizer):
     code. width: channels of the first convolution; each further one doubles them. couplings, hidden: of the flow.
     learning_rates: of the autoencoder, of the flow's couplings and of its affine map (few numbers, of about one). ema:
     average of the weights. lessons: batches of random pictures that the initial weights are taught on; 0 leaves them
-    random, as the paper has them.
+    random, as the paper has them. warm and what begins with it: of a warm start, as `WarmStart` has them, in place of
+    those lessons; warm_batch: images of each class in a step.
 
     What may be changed after `fit`: temperature: standard deviation of the normal numbers that samples are made from.
     sharpness: smooth samples, then sharpen them by that factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
@@ -77,6 +83,7 @@ class LatentFlow(Synthesizer):
     paper: ClassVar[str] = "DP-LFlow: Differentially Private Latent Flow (Jiang and Sun, TMLR 2023)"
     summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; scores images, too"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "lessons"})
+    on_cpu: ClassVar[dict[str, Any]] = {"warm_steps": 500, "warm_batch": 64}
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
 
     variant: str = "partitioned"
@@ -94,6 +101,7 @@ class LatentFlow(Synthesizer):
     learning_rates: tuple[float, float, float] = (5e-3, 2e-3, 2e-2)
     ema: float = 0.95
     lessons: int = 1000
+    warm_batch: int = 128
     temperature: float = 1.0
     sharpness: float = 0.0
     likelihood: str = "code"
@@ -112,15 +120,13 @@ class LatentFlow(Synthesizer):
         return self
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        weight = COUNTS_WEIGHT / (self.sampling_prob * math.sqrt(self.steps))
-        counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
-        return [*counts, Release("gradients", self.steps, self.sampling_prob)]
+        return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
-        self.counts_ = counts.float().clamp_min(1)
+        self.counts_, painted = self._begin(vault, public)
         partitioned = self.variant == "partitioned"
-        network = self._taught(self._network(public), public)
+        network = self._network(public)
+        network = self._taught(network, public) if painted is None else self._warmed(network, painted)
         average = copy.deepcopy(network).requires_grad_(False)
         expected = self.sampling_prob * (self.counts_ if partitioned else self.counts_.sum(0, keepdim=True))
         parts = ("flow",) if self.space == "pixels" else ("autoencoder", "flow")
@@ -152,7 +158,8 @@ class LatentFlow(Synthesizer):
                 group["lr"] = group["rate"] * warm_cosine(step, self.steps)
             optimizer.step()
             keep = min(self.ema, (step + 1) / (step + 10))  # so that the first weights are soon forgotten
-            torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - keep)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - keep)
         self.network_ = average
 
     def _loss(self, model: Callable[..., Any], images: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
@@ -178,19 +185,70 @@ class LatentFlow(Synthesizer):
             return network
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         pupil = network if self.variant == "conditional" else cast(LatentNetwork, one(network, 0))
-        optimizer = torch.optim.Adam(pupil.parameters(), LESSON_RATE, fused=True)
-        for lesson in track(self.lessons, "random pictures"):
-            pictures = random_pictures(LESSON_BATCH, public.shape, generator)
-            normals = torch.randn(LESSON_BATCH, pupil.size, generator=generator, device=generator.device)
-            labels = torch.arange(LESSON_BATCH, device=generator.device) % len(public.classes)
-            reconstruction, density = pupil(pictures, self.jitter * normals, labels)
-            optimizer.zero_grad()
-            (-self.weight * reconstruction - density).mean().backward()
-            optimizer.param_groups[0]["lr"] = LESSON_RATE * warm_cosine(lesson, self.lessons)
-            optimizer.step()
+        labels = torch.arange(LESSON_BATCH, device=generator.device) % len(public.classes)
+
+        def batch() -> tuple[torch.Tensor, torch.Tensor]:
+            return random_pictures(LESSON_BATCH, public.shape, generator), labels
+
+        self._learn(pupil, batch, self.lessons, LESSON_RATE, generator)
         if pupil is network:
             return network
         return cast(LatentNetwork, stacked([pupil] * len(public.classes)))
+
+    def _warmed(self, network: LatentNetwork, painted: ImageSet) -> LatentNetwork:
+        """The network after a warm start: of stacked ones, each learns from the painted images of its class."""
+        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        classes, device = len(painted.classes), generator.device
+        images = painted.images.to(device).unflatten(0, (classes, -1))
+        lane = torch.arange(classes, device=device)[:, None].expand(-1, self.warm_batch)
+
+        def batch() -> tuple[torch.Tensor, torch.Tensor]:
+            chosen = torch.randint(images.shape[1], lane.shape, generator=generator, device=device)
+            shown = images[lane, chosen].float() / 127.5 - 1
+            return (shown, lane) if self.variant == "partitioned" else (shown.flatten(0, 1), lane.flatten())
+
+        self._learn(network, batch, self.warm_steps, self.warm_rate, generator)
+        return network
+
+    def _learn(
+        self,
+        network: LatentNetwork,
+        batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        steps: int,
+        rate: float,
+        generator: torch.Generator,
+    ) -> None:
+        """Ordinary training on images that are not private; `batch` gives images and labels, [classes, n] if stacked.
+
+        On a GPU a step is one launch. The network is left with an average of its weights.
+        """
+        device, graphs = generator.device, generator.device.type == "cuda"
+        parameters: list[torch.Tensor] = list(network.parameters())
+        average = [parameter.detach().clone() for parameter in parameters]
+        falling = torch.zeros((), device=device)
+        optimizer = torch.optim.Adam(parameters, falling if graphs else 0.0, fused=True, capturable=graphs)
+
+        def step(_: Alone, images: torch.Tensor, labels: torch.Tensor, normals: torch.Tensor) -> None:
+            model = network if labels.ndim == 1 else partial(together, network)
+            losses = self._loss(model, images, labels, normals)
+            gradients = torch.autograd.grad(losses.mean(-1).sum(), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.contiguous()
+            optimizer.step()
+
+        once = Graph(step)
+        for number in track(steps, "lessons"):
+            images, labels = batch()
+            normals = torch.randn(*labels.shape, network.size, generator=generator, device=device)
+            falling.fill_(rate * warm_cosine(number, steps))
+            if not graphs:
+                optimizer.param_groups[0]["lr"] = float(falling)
+            once(Alone(), images, labels, normals)
+            keep = min(LESSON_EMA, (number + 1) / (number + 10))
+            with torch.no_grad():
+                torch._foreach_lerp_(average, parameters, 1 - keep)
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, average)
 
     def _network(self, public: PublicFacts) -> LatentNetwork:
         """A network, or one for each class, stacked, with initial weights of the user's seed."""

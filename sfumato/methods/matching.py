@@ -107,7 +107,8 @@ class Training:
         self._optimizer.step()
         self._taken += 1
         keep = min(self._ema, (1 + self._taken) / (10 + self._taken))
-        torch._foreach_lerp_(list(self.average.parameters()), list(self.parameters.values()), 1 - keep)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.parameters.values()), 1 - keep)
 
     def learn(
         self,

@@ -17,33 +17,31 @@ the exact images stand in both terms of the loss. `form="published"` runs it, an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 
-from sfumato.data import DataError, PublicFacts
+from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
 from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.encoders.codebook import Code
-from sfumato.methods.base import Synthesizer
-from sfumato.methods.generating import GeneratorMethod, warm_cosine
+from sfumato.methods.generating import warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
 from sfumato.methods.matching import Landscape, Training, Views
+from sfumato.methods.warming import WarmStart
 from sfumato.nets.score import KINDS, Score
 from sfumato.nets.unet import middle_size
-from sfumato.privacy import Release, Vault, calibrate
+from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
-COUNTS_WEIGHT = 4.0  # noise of the counts over that of all gradients together
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
 DECODED = 32  # images that an autoencoder decodes at once
 FORMS = ("sound", "published")
 OBJECTIVES = ("denoising", "sliced")
-WARM = ("none", "dp-merf", "dp-mepf", "dp-kernel")
 LEAK = (
     "randomised response is applied to projection vectors, which do not depend on the data; the exact image stands in "
     "both terms of the loss, its gradient unbounded. Given the vectors a step has finitely many outcomes, those of "
@@ -52,7 +50,7 @@ LEAK = (
 
 
 @dataclass(kw_only=True, eq=False)
-class GradientEstimation(Synthesizer):
+class GradientEstimation(WarmStart):
     """A score network trained on noisy gradients, and Hamiltonian sampling.
 
     form: `sound`, or `published`, the paper's training, which is not private: its certificate says so.
@@ -62,8 +60,7 @@ class GradientEstimation(Synthesizer):
     steps, sampling_prob, bound, learning_rate, ema: of the private training. at_once: images at a time (0: as the
     device likes). width: channels at full resolution.
 
-    warm: another method whose generator the network is first taught by; warm_share: the part of the budget that it
-    gets, as a share of 1/noise^2; warm_images, warm_steps, warm_batch, warm_rate: of that teaching.
+    warm and what begins with it: of a warm start, as `WarmStart` has them.
     residual: a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); mask: the part of
     the code that is hidden. autoencoder: `taef2`, to learn its maps in place of pixels.
 
@@ -84,7 +81,6 @@ class GradientEstimation(Synthesizer):
         "warm_steps": 600,
         "warm_batch": 64,
     }
-    warm_params: ClassVar[dict[str, Any]] = {}  # of the method that a network is first taught by
 
     form: str = "sound"
     network: str = "score"
@@ -99,12 +95,6 @@ class GradientEstimation(Synthesizer):
     centre: float = 1.5
     spread: float = 1.2
     at_once: int = 0
-    warm: str = "none"
-    warm_share: float = 0.5
-    warm_images: int = 60_000
-    warm_steps: int = 3000
-    warm_batch: int = 512
-    warm_rate: float = 2e-3
     residual: str = ""
     mask: float = 0.75
     autoencoder: str = ""
@@ -131,7 +121,6 @@ class GradientEstimation(Synthesizer):
             "form": FORMS,
             "network": KINDS,
             "objective": OBJECTIVES,
-            "warm": WARM,
             "sampler": SAMPLERS,
             "momentum": MOMENTA,
             "autoencoder": ("", *autoencoders.NAMES),
@@ -139,7 +128,7 @@ class GradientEstimation(Synthesizer):
         for name, known in named.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("mask", "warm_share", "ema"):
+        for name in ("mask", "ema"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
         super().validate()
@@ -162,32 +151,10 @@ class GradientEstimation(Synthesizer):
             )
         if self.form == "published":
             return []
-        gradients = Release("gradients", self.steps, self.sampling_prob)
-        if (first := self._first()) is not None:
-            return [*self._charged(first._releases(public)), gradients]
-        weight = COUNTS_WEIGHT / (self.sampling_prob * math.sqrt(self.steps))
-        counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
-        return [*counts, gradients]
-
-    def _first(self) -> GeneratorMethod | None:
-        """The method of the warm start. Only its releases are new; they are in this method's plan."""
-        if self.warm == "none":
-            return None
-        from sfumato.methods.registry import create  # it knows this method, too
-
-        shared = {
-            name: getattr(self, name) for name in ("epsilon", "delta", "adjacency", "public_size", "device", "seed")
-        }
-        return cast(GeneratorMethod, create(self.warm, **{**shared, "secure": self.secure, **self.warm_params}))
-
-    def _charged(self, releases: list[Release]) -> list[Release]:
-        """The noise that they would have alone, increased so that they take their share; the rest is calibrated."""
-        alone = calibrate(releases, self._budget()).releases
-        return [replace(each, noise_multiplier=each.noise / math.sqrt(self.warm_share)) for each in alone]
+        return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
-        first = self._first()
-        facts = {} if first is None else {**first._facts(public), "warm": first._json_params()}
+        facts = super()._facts(public)
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
@@ -207,7 +174,9 @@ class GradientEstimation(Synthesizer):
             self.counts_ = torch.ones(len(public.classes), device=self.torch_device)
             self._train_as_published(vault, views, training, generator)
         else:
-            self.counts_ = self._warmed(vault, public, views, training, generator).float().clamp_min(1)
+            self.counts_, painted = self._begin(vault, public)
+            if painted is not None:
+                self._learn(painted, views, training, generator)
             self._train(vault.map(views.rows) if views.changed else vault, views, training)
         self.network_ = training.average.eval()
 
@@ -230,23 +199,12 @@ class GradientEstimation(Synthesizer):
             rate = self.learning_rate * warm_cosine(step, self.steps)
             training.step({name: total / expected for name, total in sums.items()}, rate)
 
-    def _warmed(
-        self, vault: Vault, public: PublicFacts, views: Views, training: Training, generator: torch.Generator
-    ) -> torch.Tensor:
-        """Class counts, released or declared; and the network is taught by another method's generator, if there is one.
-
-        That is post-processing of the other method's releases.
-        """
-        if (first := self._first()) is None:
-            return torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
-        first._fit(vault, public)
-        first.public_ = public
-        drawn = first.sample(self.warm_images, seed=self.seed)
-        images = drawn.images.float() / 127.5 - 1
-        labels = torch.zeros(len(images), dtype=torch.int64) if drawn.labels is None else drawn.labels
+    def _learn(self, painted: ImageSet, views: Views, training: Training, generator: torch.Generator) -> None:
+        """The network is taught by another method's images."""
+        images = painted.images.float() / 127.5 - 1
+        labels = torch.zeros(len(images), dtype=torch.int64) if painted.labels is None else painted.labels
         rows = torch.cat([views.rows(part.to(self.torch_device)) for part in images.split(500)])
         training.learn(rows, labels.to(rows.device), views, self.warm_steps, self.warm_batch, self.warm_rate, generator)
-        return first.counts_
 
     def _train_as_published(self, vault: Vault, views: Views, training: Training, generator: torch.Generator) -> None:
         """Algorithm 1, for comparison, at several noise levels: the exact images in both terms of Eq. 8."""

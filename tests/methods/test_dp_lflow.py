@@ -12,7 +12,7 @@ import torch
 from sfumato.data import DataError, ImageSet, load_images
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.dp_lflow import LatentFlow, sharpened
+from sfumato.methods.dp_lflow import LatentFlow, LatentNetwork, sharpened
 from sfumato.methods.registry import load
 from sfumato.nets.stacked import one
 from sfumato.privacy import Vault, noise_multiplier, verify
@@ -27,6 +27,17 @@ QUICK: dict[str, Any] = {
     "lessons": 2,
     "device": "cpu",
 }
+
+
+class Warm(LatentFlow):
+    """Taught by a small dp-merf."""
+
+    warm_params = {"features": 20, "steps": 2, "batch_size": 20}  # noqa: RUF012
+
+
+def warm(**params: Any) -> LatentFlow:
+    own = {"warm": "dp-merf", "warm_images": 40, "warm_steps": 2, "warm_batch": 4}
+    return Warm(**{**QUICK, "steps": 2, **own, **params})
 
 
 @pytest.mark.parametrize("options", [{"variant": "conditional"}, {"space": "pixels"}])
@@ -52,6 +63,34 @@ def test_the_plan_has_gradients_and_counts(few_digits: ImageSet) -> None:
     assert plan.epsilon <= 1
     declared = LatentFlow(**QUICK, public_size=True).plan(few_digits.public(declare_size=True))
     assert [release.name for release in declared.releases] == ["gradients"]
+
+
+@pytest.mark.parametrize("variant", ["partitioned", "conditional"])
+def test_a_warm_start_is_sound(variant: str, fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: warm(variant=variant, **params), fewer_digits)
+
+
+def test_a_warm_start_is_in_the_plan_and_in_the_certificate(few_digits: ImageSet) -> None:
+    public = few_digits.public()
+    plan, cold = warm().plan(public), LatentFlow(**{**QUICK, "steps": 2}).plan(public)
+    assert [release.name for release in plan.releases] == ["counts", "embedding", "gradients"]
+    assert plan.epsilon <= 1
+    assert plan["gradients"].noise > cold["gradients"].noise
+    small, large = (warm(warm_share=share).plan(public) for share in (0.1, 0.9))
+    assert small["embedding"].noise == pytest.approx(3 * large["embedding"].noise, rel=1e-3)
+    assert small["gradients"].noise < large["gradients"].noise
+
+    model = warm(public_size=True, adjacency="replace-one", secure=False).fit(few_digits)
+    assert [event["name"] for event in model.certificate_.events] == ["embedding", "gradients"]
+    assert model.certificate_.epsilon is not None
+    assert model.certificate_.epsilon <= 1
+    named = model.certificate_.public_facts["warm"]
+    assert (named["features"], named["adjacency"], named["public_size"], named["secure"]) == (
+        20,
+        "replace-one",
+        True,
+        False,
+    )
 
 
 def test_an_image_moves_its_own_class_only(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +175,8 @@ def test_parameters_are_checked() -> None:
         ({"space": "wavelets"}, "space must be one of latent, pixels"),
         ({"likelihood": "pixel"}, "likelihood must be one of code, image"),
         ({"sampling_prob": 1.5}, "sampling_prob must be at most 1"),
+        ({"warm": "dp-gan"}, "warm must be one of none, dp-merf"),
+        ({"warm_share": 1.0}, "warm_share must lie between 0 and 1"),
         ({"code": 1}, "code must be at least 2"),
         ({"bounds": (1.0,)}, "bounds must be 2 numbers"),
     ):
@@ -173,3 +214,20 @@ def test_lessons_are_public_and_help(digits: ImageSet) -> None:
     assert found[1] > 0.85 * found[0]  # both below 0, which is perfect
     again = model._taught(model._network(public), public)
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("variant", ["partitioned", "conditional"])
+def test_painted_images_teach_each_class_its_own(variant: str, digits: ImageSet) -> None:
+    """A classifier that learned from real images knows what is drawn, and knows nothing without the teaching."""
+    assert digits.labels is not None
+    painted = digits.subset(torch.cat([(digits.labels == c).nonzero()[:100, 0] for c in range(10)]))
+    sizes = {"code": 8, "width": 8, "couplings": 2, "hidden": 24}
+    model = LatentFlow(variant=variant, warm_steps=150, warm_batch=16, warm_rate=1e-2, device="cpu", **sizes)
+    model.public_, model.counts_ = digits.public(), torch.ones(10)
+
+    def recognised(network: LatentNetwork) -> float:
+        model.network_ = network
+        return downstream_accuracy(digits, model.sample(300)).mean
+
+    assert recognised(model._network(model.public_)) < 30
+    assert recognised(model._warmed(model._network(model.public_), painted)) > 70
