@@ -57,7 +57,7 @@ class PrivateEncoder(nn.Module):
         expected = images * release.sampling_prob
         velocity = {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
         for step in track(release.times, "encoder"):
-            sums = vault.gradient(self, _surprise, release=release.name, bound=BOUND, with_labels=True)
+            sums = vault.gradient(self, _surprise, release=release.name, bound=BOUND, with_labels=True, record=True)
             rate = RATE * (1 + math.cos(math.pi * step / release.times)) / 2
             with torch.no_grad():
                 for name, parameter in self.named_parameters():

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import ImageSet, PublicFacts
-from sfumato.methods.generating import warm_cosine
+from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.autoencoder import Decoder, Encoder
 from sfumato.nets.flow import RealNVP
@@ -151,6 +151,7 @@ class LatentFlow(WarmStart):
                 views=self.views,
                 draws=network.size,
                 at_once=at_once,
+                record=True,
             )
             for name, value in parameters.items():
                 value.grad = sums[name] / (expected.view(-1, *[1] * (value.ndim - 1)) * bounds[_part(name)])
@@ -175,9 +176,7 @@ class LatentFlow(WarmStart):
         beside = 1 if self.torch_device.type == "cpu" else lanes  # on a CPU classes take turns
         alone = PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // lanes
         most = max(8, MEMORY[self.torch_device.type] // (beside * alone * self.views))
-        needed = float(expected.max())
-        needed += 3 * math.sqrt(needed)
-        return math.ceil(needed / math.ceil(needed / most))
+        return equal_batches(float(expected.max()), most)
 
     def _taught(self, network: LatentNetwork, public: PublicFacts) -> LatentNetwork:
         """The network after its lessons on random pictures; of stacked ones, each learns what the first has."""

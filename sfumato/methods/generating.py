@@ -148,6 +148,12 @@ class Latent:
         return Latent(tensors[0])
 
 
+def equal_batches(expected: float, most: int) -> int:
+    """Size of equal batches of at most `most` for a Poisson sample of about so many images; all public."""
+    needed = expected + 3 * math.sqrt(expected)
+    return math.ceil(needed / math.ceil(needed / most))
+
+
 def warm_cosine(step: int, steps: int) -> float:
     """Share of the learning rate: up over 2 % of the steps, then a cosine down to 2 %."""
     return min(1.0, (step + 1) / (0.02 * steps + 1)) * (0.51 + 0.49 * math.cos(math.pi * step / steps))

@@ -27,7 +27,7 @@ from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
 from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.encoders.codebook import Code
-from sfumato.methods.generating import warm_cosine
+from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
 from sfumato.methods.matching import Landscape, Training, Views
 from sfumato.methods.warming import WarmStart
@@ -39,6 +39,7 @@ from sfumato.progress import track
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
+AT_ONCE = 4096  # views whose gradients are taken at once, on a GPU
 DECODED = 32  # images that an autoencoder decodes at once
 FORMS = ("sound", "published")
 OBJECTIVES = ("denoising", "sliced")
@@ -183,7 +184,9 @@ class GradientEstimation(WarmStart):
     def _train(self, vault: Vault, views: Views, training: Training) -> None:
         """DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
         expected = self.sampling_prob * float(self.counts_.sum())
-        fast = self.torch_device.type == "cuda" and self.network == "score" and self.objective == "denoising"
+        on_gpu = self.torch_device.type == "cuda"
+        fast = on_gpu and self.network == "score" and self.objective == "denoising"
+        at_once = self.at_once or (equal_batches(expected, max(8, AT_ONCE // self.views)) if on_gpu else None)
         for step in track(self.steps, "network"):
             sums = vault.gradient(
                 training.network,
@@ -194,7 +197,8 @@ class GradientEstimation(WarmStart):
                 views=self.views,
                 draws=views.draws,
                 precision=torch.bfloat16 if fast else torch.float32,
-                at_once=self.at_once or None,
+                at_once=at_once,
+                record=True,
             )
             rate = self.learning_rate * warm_cosine(step, self.steps)
             training.step({name: total / expected for name, total in sums.items()}, rate)
