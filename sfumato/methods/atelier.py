@@ -23,9 +23,9 @@ what is divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with 
 CALM = 1e-4  # noise of all the teacher's gradients together, per image, above which the rate is lower
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
+NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
 
 
@@ -51,16 +52,19 @@ class Atelier(KernelGenerator):
     """A generator that follows noisy kernel means, and a linear teacher that says what its images show.
 
     disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`,
-    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. teacher_share: its part of the
-    budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is great.
-    All others are the painter's, as in `dp-kernel`.
+    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples
+    come with the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of
+    the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is
+    great. All others are the painter's, as in `dp-kernel`.
     """
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
     summary: ClassVar[str] = "dp-kernel's painter, and a private teacher who says what its images show"
+    adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels"})
 
     disagreement: str = "relabel"
+    soft_labels: bool = False
     teacher_share: float = 0.4
     teacher_steps: int = 60
     teacher_bound: float = 0.5
@@ -80,6 +84,8 @@ class Atelier(KernelGenerator):
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
         if not _taught(public):
+            if self.soft_labels:
+                raise DataError(NO_TEACHER)
             return painter
         times, share = self.teacher_steps, self.teacher_share
         weight = math.sqrt(times * (1 - share) / (share * self._stages))
@@ -159,7 +165,15 @@ class Atelier(KernelGenerator):
                 break
         return images
 
-    def soft_labels(self, images: ImageSet) -> torch.Tensor:
+    def sample(
+        self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0, **options: Any
+    ) -> ImageSet:
+        """`n` synthetic images, as for every method; with `soft_labels`, what the teacher sees in each of them, too."""
+        images = super().sample(n, labels=labels, seed=seed, **options)
+        with self._adjusted(options):
+            return replace(images, soft_labels=self.probabilities(images)) if self.soft_labels else images
+
+    def probabilities(self, images: ImageSet) -> torch.Tensor:
         """What the teacher sees in images: a probability for each class, [N, classes].
 
         The teacher is post-processing of releases, so this costs no privacy of the images that were learned from. It
@@ -167,7 +181,7 @@ class Atelier(KernelGenerator):
         """
         public = self._fitted()
         if not _taught(public):
-            raise DataError("there are no classes, so that there is no teacher and there are no labels")
+            raise DataError(NO_TEACHER)
         if images.shape != public.shape:
             raise DataError(f"images must be {public.shape} like those of the model, not {images.shape}")
         parts = torch.split(images.images, self.sample_batch)

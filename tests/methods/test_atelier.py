@@ -44,10 +44,10 @@ def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> 
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
     """The painter has hardly begun, so what the teacher knows it has from its own releases."""
     assert few_digits.labels is not None
-    seen = fitted.soft_labels(few_digits)
+    seen = fitted.probabilities(few_digits)
     assert torch.allclose(seen.sum(1), torch.ones(len(seen)), atol=1e-5)
     assert (seen.argmax(1) == few_digits.labels).float().mean() > 0.6
-    without = Atelier(**{**QUICK, "epsilon": 0.01}).fit(few_digits).soft_labels(few_digits)
+    without = Atelier(**{**QUICK, "epsilon": 0.01}).fit(few_digits).probabilities(few_digits)
     assert (without.argmax(1) == few_digits.labels).float().mean() < 0.4
 
 
@@ -57,7 +57,7 @@ def test_images_are_of_the_class_that_the_teacher_sees(fitted: Atelier) -> None:
         fitted.disagreement = way
         made = fitted.sample(100)
         assert made.labels is not None
-        agreed[way] = float((fitted.soft_labels(made).argmax(1) == made.labels).float().mean())
+        agreed[way] = float((fitted.probabilities(made).argmax(1) == made.labels).float().mean())
     assert agreed["relabel"] > agreed["keep"] + 0.2
     assert agreed["drop"] >= agreed["keep"]
 
@@ -72,7 +72,17 @@ def test_a_saved_model_paints_and_sees_the_same(fitted: Atelier, few_digits: Ima
     again = load(fitted.save(tmp_path / "model"), device="cpu")
     assert isinstance(again, Atelier)
     assert torch.equal(again.sample(40).images, fitted.sample(40).images)
-    assert torch.allclose(again.soft_labels(few_digits), fitted.soft_labels(few_digits), atol=1e-6)
+    assert torch.allclose(again.probabilities(few_digits), fitted.probabilities(few_digits), atol=1e-6)
+
+
+def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) -> None:
+    assert fitted.sample(30).soft_labels is None
+    made = fitted.sample(30, soft_labels=True)
+    assert made.soft_labels is not None
+    assert torch.equal(made.soft_labels, fitted.probabilities(made))
+    assert torch.equal(made.images, fitted.sample(30).images)
+    again = load(Atelier(**QUICK, soft_labels=True).fit(made, run_dir=tmp_path).save(tmp_path), device="cpu")
+    assert again.sample(5).soft_labels is not None
 
 
 def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
@@ -80,7 +90,9 @@ def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
     assert [event["name"] for event in model.certificate_.events] == ["sums"]
     assert len(model.sample(5)) == 5
     with pytest.raises(DataError, match="no teacher"):
-        model.soft_labels(few_digits)
+        model.probabilities(few_digits)
+    with pytest.raises(DataError, match="no teacher"):
+        Atelier(**QUICK, soft_labels=True).plan(ImageSet(few_digits.images).public())
 
 
 def test_components_are_level_and_of_mean_norm_one() -> None:
