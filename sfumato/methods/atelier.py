@@ -8,7 +8,8 @@ painter makes: an image is of the class that the teacher sees in it. All of that
 What the teacher looks at: wavelet scattering coefficients, and the maps of a small CNN that was taught to tell
 *painted* images apart; of both the principal components among painted images, the lesser ones enlarged. So a gradient
 has few entries that noise can fall on, and descends in all directions at about the same speed. None of that was taught
-by a private image.
+by a private image. Where the painter paints an autoencoder's maps, the teacher looks at these, without scattering: they
+are at hand, images would have to be decoded first.
 
 Released: what `dp-kernel` releases; and `teacher_steps` noisy sums over all images of the gradients of the teacher's
 loss, each clipped to `teacher_bound`.
@@ -32,11 +33,13 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body
+from sfumato.encoders.autoencoder import load_autoencoder
+from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
+Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")
 MOMENTUM = 0.9
 AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
@@ -91,15 +94,18 @@ class Atelier(KernelGenerator):
         weight = math.sqrt(times * (1 - share) / (share * self._stages))
         return [*painter, Release("teacher", times, self.sampling_prob, weight=weight)]
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        super()._fit(vault, public)
+    def _learn(self, vault: Vault, public: PublicFacts) -> None:
+        super()._learn(vault, public)
         if _taught(public):
             self.teacher_ = self._teach(vault, public)
             self.origins_ = self._origins(len(public.classes))
 
     def _new_teacher(self, public: PublicFacts, taught: Maps) -> Teacher:
-        encoded = Encoded(self._perceptual(), public.shape) if self.encoder else None
-        return Teacher(public.shape, taught.to(self.torch_device), encoded, len(public.classes)).requires_grad_(False)
+        device = self.torch_device
+        looks: list[Look] = [Maps(nn.Identity()) if self.autoencoder else Vectors(public.shape).to(device).scattering]
+        if self.encoder:
+            looks.append(Encoded(self._perceptual(), public.shape))
+        return Teacher(public.shape, taught.to(device), looks, len(public.classes)).requires_grad_(False)
 
     def _teach(self, vault: Vault, public: PublicFacts) -> Teacher:
         """Full-batch gradient descent with momentum, each gradient a noisy sum."""
@@ -127,7 +133,7 @@ class Atelier(KernelGenerator):
     def _painted(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """What the painter makes, whatever the teacher says."""
         with torch.no_grad():
-            parts = [super(Atelier, self)._sample(part, generator) for part in labels.split(self.sample_batch)]
+            parts = [super(Atelier, self)._paint(part, generator) for part in labels.split(self.sample_batch)]
         return torch.cat(parts)
 
     def _even_labels(self, count: int) -> torch.Tensor:
@@ -147,7 +153,7 @@ class Atelier(KernelGenerator):
 
     # -- samples ----------------------------------------------------------------------------------------------
 
-    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _paint(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Painted again and again, until the teacher sees in each image what is asked for, or patience ends."""
         images = self._painted(labels, generator)
         if self.disagreement == "keep" or len(self.counts_) == 1:
@@ -184,9 +190,12 @@ class Atelier(KernelGenerator):
             raise DataError(NO_TEACHER)
         if images.shape != public.shape:
             raise DataError(f"images must be {public.shape} like those of the model, not {images.shape}")
-        parts = torch.split(images.images, self.sample_batch)
+        network, seen = load_autoencoder(self.torch_device) if self.autoencoder else None, []
         with torch.no_grad():
-            seen = [self.teacher_(part.to(self.torch_device).float() / 127.5 - 1).softmax(1).cpu() for part in parts]
+            for part in torch.split(images.images, self.sample_batch):
+                pixels = part.to(self.torch_device).float() / 127.5 - 1
+                canvas = pixels if network is None else scaled_maps(network, pixels)
+                seen.append(self.teacher_(canvas).softmax(1).cpu())
         return torch.cat(seen)
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -197,9 +206,10 @@ class Atelier(KernelGenerator):
 
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         if _taught(public):
+            canvas = self._canvas(public)
             with torch.random.fork_rng(devices=[]):
-                maps = Maps(body(small_cnn(public.shape, len(public.classes))))
-            self.teacher_ = self._new_teacher(public, maps)
+                maps = Maps(body(small_cnn(canvas.shape, len(public.classes))))
+            self.teacher_ = self._new_teacher(canvas, maps)
             own = {name: value for name, value in state.items() if name.startswith("teacher.")}
             self.teacher_.load_state_dict({name.removeprefix("teacher."): value for name, value in own.items()})
             self.origins_ = state["origins"]
@@ -210,14 +220,11 @@ class Atelier(KernelGenerator):
 class Teacher(nn.Module):
     """A linear classifier of what is seen in an image: several vectors of norm one at most, side by side."""
 
-    def __init__(self, shape: tuple[int, int, int], taught: Maps, encoded: Maps | None, classes: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], taught: Maps, looks: list[Look], classes: int) -> None:
         super().__init__()
         device = next(taught.parameters()).device
         self.taught = taught
-        # a list: what was not taught here is not in the state
-        self._looks: list[Callable[[torch.Tensor], torch.Tensor]] = [Vectors(shape).to(device).scattering, taught]
-        if encoded is not None:
-            self._looks.append(encoded)
+        self._looks: list[Look] = [*looks, taught]  # a list: what was not taught here is not in the state
         width = self.look(torch.zeros(1, *shape, device=device)).shape[1]
         self.weight = nn.Parameter(torch.zeros(classes, width, device=device))
         self.bias = nn.Parameter(torch.zeros(classes, device=device))

@@ -25,7 +25,7 @@ import torch
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
-from sfumato.encoders.autoencoder import load_autoencoder
+from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
 from sfumato.encoders.codebook import Code
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
@@ -40,7 +40,6 @@ COUNTS_WEIGHT = 4.0  # noise of the counts over that of all gradients together
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
-DECODED = 32  # images that an autoencoder decodes at once
 FORMS = ("sound", "published")
 OBJECTIVES = ("denoising", "sliced")
 WARM = ("none", "dp-merf", "dp-mepf", "dp-kernel")
@@ -269,10 +268,7 @@ class GradientEstimation(Synthesizer):
 
     def _space(self, public: PublicFacts) -> tuple[int, int, int]:
         """What the network sees: the image's shape, or that of an autoencoder's maps."""
-        if not self.autoencoder:
-            return public.shape
-        _, height, width = public.shape
-        return autoencoders.CHANNELS, -(-height // autoencoders.SHRINKING), -(-width // autoencoders.SHRINKING)
+        return maps_shape(public.shape) if self.autoencoder else public.shape
 
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         halvings = max(1, math.ceil(math.log2(max(self._space(public)[1:]) / MIDDLE)))
@@ -310,9 +306,7 @@ class GradientEstimation(Synthesizer):
         maps, _ = self.draw(labels, generator)
         if not self.autoencoder:
             return maps
-        decoder, channels = load_autoencoder(self.torch_device), self._fitted().shape[0]
-        _, height, width = self._fitted().shape
-        return torch.cat([decoder.decode(part, channels)[:, :, :height, :width] for part in maps.split(DECODED)])
+        return load_autoencoder(self.torch_device).decode(maps, self._fitted().shape)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
         """(images or an autoencoder's maps for these labels, share of trajectories that were accepted)."""

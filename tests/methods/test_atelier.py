@@ -11,7 +11,9 @@ import torch
 
 from sfumato.data import DataError, ImageSet
 from sfumato.methods.atelier import Atelier, Components
+from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
+from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 6,
@@ -84,6 +86,26 @@ def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) 
     assert torch.equal(made.images, fitted.sample(30).images)
     again = load(Atelier(**QUICK, soft_labels=True).fit(made, run_dir=tmp_path).save(tmp_path), device="cpu")
     assert again.sample(5).soft_labels is not None
+
+
+@pytest.mark.usefixtures("averages")
+def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path: Path) -> None:
+    assert large_digits.labels is not None
+    model = Atelier(**QUICK, autoencoder="taef2").fit(large_digits, run_dir=tmp_path)
+    assert (model.probabilities(large_digits).argmax(1) == large_digits.labels).float().mean() > 0.6
+    made = model.sample(30, soft_labels=True)
+    assert made.shape == large_digits.shape
+    assert made.soft_labels is not None
+    assert (made.soft_labels.argmax(1) == made.labels).float().mean() > 0.5
+    assert torch.equal(load(tmp_path, device="cpu").sample(30).images, made.images)
+
+
+@pytest.mark.usefixtures("averages")
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+def test_maps_are_painted_and_seen_soundly(fewer_large_digits: ImageSet, adjacency: str) -> None:
+    options = {**QUICK, "steps": 1, "paths": 1, "lessons": 20, "teacher_steps": 2, "autoencoder": "taef2"}
+    make = lambda **params: Atelier(**{**options, "public_size": False, **params})  # noqa: E731
+    _check_neighbours(make, fewer_large_digits, 21, adjacency, Vault)
 
 
 def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
