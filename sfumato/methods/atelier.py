@@ -8,8 +8,8 @@ painter makes: an image is of the class that the teacher sees in it. All of that
 What the teacher looks at: wavelet scattering coefficients, and the maps of a small CNN that was taught to tell
 *painted* images apart; of both the principal components among painted images, the lesser ones enlarged. So a gradient
 has few entries that noise can fall on, and descends in all directions at about the same speed. None of that was taught
-by a private image. Where the painter paints an autoencoder's maps, the teacher looks at these, without scattering: they
-are at hand, images would have to be decoded first.
+by a private image. A public encoder, if one is named, is a third thing to look at. Where the painter paints an
+autoencoder's maps, the teacher looks at these in the place of scattering: images would have to be decoded first.
 
 Released: what `dp-kernel` releases; and `teacher_steps` noisy sums over all images of the gradients of the teacher's
 loss, each clipped to `teacher_bound`.
@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
@@ -47,6 +48,7 @@ CALM = 1e-4  # noise of all the teacher's gradients together, per image, above w
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
 NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
+SEEN_AT_ONCE = 250  # images: a network that looks at them keeps megabytes of each
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
 
 
@@ -58,7 +60,9 @@ class Atelier(KernelGenerator):
     they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples
     come with the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of
     the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is
-    great. All others are the painter's, as in `dp-kernel`.
+    great. teacher_encoder: a public network that the teacher alone looks through, as `load_perceptual` takes it; left
+    out, it is `encoder`. teacher_side: images are enlarged to so many pixels across for it; networks see more where
+    images are about as large as those that they were trained on. All others are the painter's, as in `dp-kernel`.
     """
 
     key: ClassVar[str] = "atelier"
@@ -72,12 +76,18 @@ class Atelier(KernelGenerator):
     teacher_steps: int = 60
     teacher_bound: float = 0.5
     teacher_rate: float = 60.0
+    teacher_encoder: str = ""
+    teacher_side: int = 128
 
     def validate(self) -> Self:
         if self.form != "pathwise":
             raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
         if self.disagreement not in DISAGREEMENT:
             raise ValueError(f"disagreement must be one of {', '.join(DISAGREEMENT)}, got {self.disagreement!r}")
+        if self.teacher_encoder and self.autoencoder:
+            raise ValueError(
+                "teacher_encoder looks at images, and with autoencoder the teacher sees its maps; leave one out"
+            )
         if self.teacher_steps < 2:
             raise ValueError(f"teacher_steps must be at least 2, got {self.teacher_steps}")
         if not self.teacher_share < 1:
@@ -94,7 +104,13 @@ class Atelier(KernelGenerator):
         weight = math.sqrt(times * (1 - share) / (share * self._stages))
         return [*painter, Release("teacher", times, self.sampling_prob, weight=weight)]
 
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        own = {"teacher_encoder": load_perceptual(self.teacher_encoder).facts} if self.teacher_encoder else {}
+        return {**super()._facts(public), **own}
+
     def _learn(self, vault: Vault, public: PublicFacts) -> None:
+        if self.teacher_encoder:
+            self._confirm(vault, load_perceptual(self.teacher_encoder).facts, "teacher_encoder")
         super()._learn(vault, public)
         if _taught(public):
             self.teacher_ = self._teach(vault, public)
@@ -103,8 +119,8 @@ class Atelier(KernelGenerator):
     def _new_teacher(self, public: PublicFacts, taught: Maps) -> Teacher:
         device = self.torch_device
         looks: list[Look] = [Maps(nn.Identity()) if self.autoencoder else Vectors(public.shape).to(device).scattering]
-        if self.encoder:
-            looks.append(Encoded(self._perceptual(), public.shape))
+        if name := self.teacher_encoder or self.encoder:
+            looks.append(Encoded(load_perceptual(name, device), public.shape, self.teacher_side))
         return Teacher(public.shape, taught.to(device), looks, len(public.classes)).requires_grad_(False)
 
     def _teach(self, vault: Vault, public: PublicFacts) -> Teacher:
@@ -231,7 +247,8 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def look(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.cat([look(images) for look in self._looks], 1) / math.sqrt(len(self._looks))
+        rows = [torch.cat([look(part) for look in self._looks], 1) for part in images.split(SEEN_AT_ONCE)]
+        return torch.cat(rows) / math.sqrt(len(self._looks))
 
     def know(self, components: Components, weight: torch.Tensor) -> None:
         """Takes over what was learned of the components."""

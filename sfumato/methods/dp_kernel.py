@@ -348,12 +348,24 @@ class Maps(nn.Module):
 
 
 class Encoded(Maps):
-    """What a public network sees: the last of its activations that still says where."""
+    """What a public network sees: the last of its activations that still says where.
 
-    def __init__(self, encoder: Perceptual, shape: tuple[int, int, int]) -> None:
-        sides = [min(of[1:]) for of in encoder.shapes(shape)]
+    Images that are less than `enlarged` pixels across are enlarged to that first.
+    """
+
+    def __init__(self, encoder: Perceptual, shape: tuple[int, int, int], enlarged: int = 0) -> None:
+        channels, *size = shape
+        height, width = (max(side, side * enlarged // min(size)) for side in size)
+        sides = [min(of[1:]) for of in encoder.shapes((channels, height, width))]
         last = max(place for place, side in enumerate(sides) if side >= min(LEAST_ACROSS, max(sides)))
-        super().__init__(lambda images: encoder(images)[last])
+
+        def maps(images: torch.Tensor) -> torch.Tensor:
+            if [height, width] != size:
+                images = functional.interpolate(images, (height, width), mode="bilinear")
+            seen: list[torch.Tensor] = encoder(images)
+            return seen[last]
+
+        super().__init__(maps)
 
 
 class Taught(Maps):

@@ -88,6 +88,16 @@ def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) 
     assert again.sample(5).soft_labels is not None
 
 
+def test_the_teacher_may_look_through_an_encoder_alone(encoder: str, few_digits: ImageSet, tmp_path: Path) -> None:
+    model = Atelier(**QUICK, teacher_encoder=encoder, teacher_side=16).fit(few_digits, run_dir=tmp_path)
+    facts = model.certificate_.public_facts
+    assert facts["teacher_encoder"]["trained_on"] == "random numbers"
+    assert "encoder" not in facts
+    again = load(tmp_path, device="cpu")
+    assert isinstance(again, Atelier)
+    assert torch.allclose(again.probabilities(few_digits), model.probabilities(few_digits), atol=1e-6)
+
+
 @pytest.mark.usefixtures("averages")
 def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path: Path) -> None:
     assert large_digits.labels is not None
@@ -130,7 +140,12 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"form": "gp"}, "pathwise"), ({"disagreement": "shout"}, "relabel"), ({"teacher_share": 1.0}, "between 0 and 1")],
+    [
+        ({"form": "gp"}, "pathwise"),
+        ({"disagreement": "shout"}, "relabel"),
+        ({"teacher_share": 1.0}, "between 0 and 1"),
+        ({"autoencoder": "taef2", "teacher_encoder": "vgg11"}, "leave one out"),
+    ],
 )
 def test_bad_settings_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

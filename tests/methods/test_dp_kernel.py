@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.encoders import load_perceptual
@@ -135,6 +136,9 @@ def test_a_public_encoder_is_looked_through_and_named(encoder: str, few_digits: 
     assert rows.shape == (9, seen.maps(images)[0].numel())
     assert 0.5 < rows.norm(dim=1).min() <= rows.norm(dim=1).max() <= 1 + 1e-6
     assert min(seen.maps(images).shape[2:]) == 4
+    larger = functional.interpolate(images, (16, 16), mode="bilinear")
+    through = [Encoded(load_perceptual(encoder), *of) for of in ((few_digits.shape, 16), ((1, 16, 16),))]
+    assert torch.equal(through[0](images), through[1](larger))
     with pytest.raises(DataError, match="nowhere"):
         KernelGenerator(**{**QUICK, "encoder": "nowhere.safetensors"}).fit(few_digits)
 
