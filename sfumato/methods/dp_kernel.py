@@ -46,7 +46,6 @@ COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 GROUP = 3  # scattering channels that are normalised together
 LARGEST_SIDE = 64  # of what is painted: larger images go through an autoencoder
 LEAST_SIDE = 4  # of an autoencoder's maps
-MAP_GAIN = 2.0  # numbers of an autoencoder's maps, cut at their reach, are half as large as pixels in [-1, 1]
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
@@ -308,7 +307,7 @@ class Following(Training):
     def __init__(self, method: KernelGenerator, public: PublicFacts, generator: torch.Generator) -> None:
         each = max(NEAR, method.batch_size // len(public.classes))
         super().__init__(method, public, generator, each=each, ema=method.ema)
-        self.vectors = Vectors(public.shape, MAP_GAIN if method.autoencoder else 1.0).to(generator.device)
+        self.vectors = Vectors(public.shape).to(generator.device)
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
 
     def add(self, features: Frequencies, means: torch.Tensor) -> None:
@@ -395,12 +394,11 @@ class Vectors(nn.Module):
     """Images as vectors: scattering coefficients, then pixels; each of norm one, or below.
 
     Coefficients are normalised in small groups of channels, to zero mean and unit variance, and divided by the root of
-    their number, which is public; pixels by the root of theirs, and times `gain`.
+    their number, which is public; pixels by the root of theirs.
     """
 
-    def __init__(self, shape: tuple[int, int, int], gain: float = 1.0) -> None:
+    def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.gain = gain
         channels, *size = shape
         self.transform = Scattering((size[0], size[1]))
         self.maps = (channels * self.transform.channels, size[0] // 4, size[1] // 4)
@@ -415,7 +413,7 @@ class Vectors(nn.Module):
         return functional.group_norm(maps, self.groups).flatten(1) / math.sqrt(math.prod(self.maps))
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
-        return self.gain * images.flatten(1) / math.sqrt(images[0].numel())
+        return images.flatten(1) / math.sqrt(images[0].numel())
 
 
 def scaled_maps(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:

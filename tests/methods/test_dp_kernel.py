@@ -156,7 +156,7 @@ def test_large_images_need_an_autoencoder(key: str) -> None:
 @pytest.mark.usefixtures("averages")
 def test_an_autoencoders_maps_are_painted(large_digits: ImageSet, tmp_path: Path) -> None:
     options = {"autoencoder": "taef2", "epsilon": math.inf, "public_size": True, "steps": 100, "device": "cpu"}
-    sizes = {"features": 2000, "features_per_step": 500, "batch_size": 40, "paths": 1}
+    sizes = {"features": 1000, "features_per_step": 250, "batch_size": 40, "paths": 1}
     model = KernelGenerator(**options, **sizes).fit(large_digits, run_dir=tmp_path)
     assert model.certificate_.public_facts["autoencoder"] == {"name": "averages"}
     made = model.sample(40)
