@@ -4,8 +4,9 @@
 
 Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with what the
 teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`,
-`painter` (pixels only; no taught features), `images` (how many are generated), `core` (defaults without a GPU:
-`--tables core --device cpu --seeds 1`).
+`painter` (pixels only; no taught features), `images` (how many are generated), `soft` (the teacher's probabilities in
+place of hard labels, for images that are relabelled, and for all as the painter makes them), `core` (defaults without
+a GPU: `--tables core --device cpu --seeds 1`).
 
 The protocol is that of `dp_kernel.py`: class sizes declared public, 60,000 images (or as many as there are private
 ones), tested once on the real test split; each seed draws its own frequencies, networks and classifier. With
@@ -54,6 +55,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     if "images" in options.tables:
         add("images", GREY, {"epsilon": 1.0})
         found[-1]["images"] = [1_000, 5_000, 20_000, 200_000]
+    if "soft" in options.tables:
+        add("soft", GREY, {"epsilon": 1.0}, ways=("relabel", "relabel, soft", "keep, soft"))
     for epsilon in BUDGETS if "budget" in options.tables else ():
         add("budget", ("mednist", "celeba"), {"epsilon": epsilon}, ways=DISAGREEMENT)
     if "core" in options.tables:
@@ -76,15 +79,17 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
     started = time.perf_counter()
     model.fit(images)
     seconds = round(time.perf_counter() - started, 1)
-    seen = model.soft_labels(test).argmax(1)
+    seen = model.probabilities(test).argmax(1)
     certified = round(model.certificate_.epsilon or 0.0, 4)
     about = {"certified": certified, "fit_s": seconds, **{key: job[key] for key in ("table", "data", "seed", "params")}}
     assert test.labels is not None
     rows = [_row(about, "the teacher itself", "", 100 * float((seen == test.labels).float().mean()))]
     for way in job["ways"]:
         for count in job["images"]:
-            model.disagreement = way
-            synthetic = model.sample(min(count, len(images)) if count == MOST else count)
+            disagreement, _, soft = way.partition(", ")
+            synthetic = model.sample(
+                min(count, len(images)) if count == MOST else count, disagreement=disagreement, soft_labels=bool(soft)
+            )
             if options.pictures and job["seed"] == 0 and way == "relabel" and count == MOST:
                 name = job["table"].replace(":", "").replace(" ", "_")
                 contact_sheet(synthetic, options.pictures / f"{name}_{job['data']}_{job['params']['epsilon']:g}.png")
@@ -107,7 +112,7 @@ def group(row: Row) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    tables = ["budget", "teacher_share", "painter", "images"]
+    tables = ["budget", "teacher_share", "painter", "images", "soft"]
     parser.add_argument("--tables", nargs="+", default=tables, choices=[*tables, "core"])
     parser.add_argument("--data", nargs="+", default=list(DATA))
     parser.add_argument("--classifiers", nargs="+", default=list(CLASSIFIERS))

@@ -413,6 +413,8 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise typer.BadParameter(f"--set takes name=value, got {text!r}")
+    if value in ("true", "false"):
+        return name, value == "true"
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -478,6 +480,8 @@ def _print_synthesis(result: Synthesis) -> None:
     if result.accuracy is not None:
         out.print(f"a small CNN trained on the synthetic images: {result.accuracy} on the test images")
     out.print(f"look at  {folder}/samples.png\nimages   {folder}/images/ and images.npz ({result.number})")
+    if result.soft_labels:
+        out.print("         soft labels are in images.npz only: a folder of PNG files cannot hold them")
     out.print(f"check    sfumato verify {folder}/certificate.json")
 
 

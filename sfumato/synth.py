@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Synthesis:
     number: int
     certificate: Certificate
     accuracy: Accuracy | None
+    soft_labels: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -75,7 +76,7 @@ def synthesize(
         )
     model.fit(images, run_dir=folder, resume=resume)
     synthetic = model.sample(number or most or NUMBER, seed=model.seed)
-    save_images(synthetic, folder / "images", overwrite=True)
+    save_images(replace(synthetic, soft_labels=None), folder / "images", overwrite=True)  # images.npz has them
     save_images(synthetic, folder / "images.npz", overwrite=True)
     contact_sheet(synthetic, folder / "samples.png")
     accuracy = None
@@ -89,4 +90,4 @@ def synthesize(
     outputs = ["images", "images.npz", "samples.png", "model.safetensors"]
     certificate = model.certificate_.with_outputs(folder, outputs)
     certificate.save(folder / "certificate.json")
-    return Synthesis(folder, len(synthetic), certificate, accuracy)
+    return Synthesis(folder, len(synthetic), certificate, accuracy, synthetic.soft_labels is not None)

@@ -120,6 +120,31 @@ def test_evaluate_compares_sets_in_one_table(
         assert message in err
 
 
+def test_soft_labels_are_written_where_a_file_can_hold_them(folder: Path, tmp_path: Path, run: Any) -> None:
+    settings = ("steps=2", "paths=1", "features=20", "batch_size=20", "width=8", "lessons=20", "teacher_steps=2")
+    options = [
+        *(f"--set={setting}" for setting in settings),
+        "--set=soft_labels=true",
+        "--device=cpu",
+        "--epsilon=20",
+        "--number=20",
+    ]
+    status, out, err = run("synth", folder, "--method", "atelier", *options, "--out", tmp_path / "run")
+    assert status == 0, err
+    assert "soft labels are in images.npz" in out
+    assert len(list((tmp_path / "run" / "images").rglob("*.png"))) == 20
+    for target in ("run/images.npz", "more.parquet"):
+        if target == "more.parquet":
+            assert run("sample", tmp_path / "run", "-n", "25", "--out", tmp_path / target)[0] == 0
+        images = sf.load_images(tmp_path / target)
+        assert images.soft_labels is not None
+        assert images.soft_labels.shape == (len(images), 4)
+    status, _, err = run("sample", tmp_path / "run", "-n", "5", "--out", tmp_path / "more")
+    assert status == 1
+    assert "cannot hold soft labels" in err
+    assert run("sample", tmp_path / "run", "-n", "5", "--out", tmp_path / "hard", "--set=soft_labels=false")[0] == 0
+
+
 def test_an_edited_certificate_fails(synthetic: Path, tmp_path: Path, run: Any) -> None:
     content = json.loads((synthetic / "certificate.json").read_text())
     content["epsilon"] = 0.1

@@ -15,6 +15,7 @@ import numpy as np
 
 from .errors import UNLABELLED, DataError, reason
 from .imageset import ImageSet
+from .labels import SOFT_LABELS
 
 Array = np.ndarray[Any, Any]
 
@@ -65,7 +66,8 @@ def _from_archive(
     if names[1] not in archive:
         raise DataError(f"{path} has {names[0]!r} but no {names[1]!r}; {UNLABELLED}")
     classes = [str(name) for name in archive["classes"]] if "classes" in archive else None
-    return ImageSet.from_arrays(archive[names[0]], archive[names[1]], classes)
+    soft_labels = archive[SOFT_LABELS] if SOFT_LABELS in archive and names[1] == "labels" else None
+    return ImageSet.from_arrays(archive[names[0]], archive[names[1]], classes, soft_labels)
 
 
 def find_idx(folder: Path, split: str) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from .decode import SUFFIXES, Item, Listing
 from .errors import UNLABELLED, DataError, first_few, reason
-from .labels import encode_labels
+from .labels import SOFT_LABELS, encode_labels, encode_soft_labels
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels")
@@ -28,7 +28,7 @@ LABEL_SUFFIXES = (".cls", ".json", ".txt")
 def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
     """List the images of Parquet shards; names of classes come from the schema's metadata."""
     pyarrow = import_pyarrow()
-    rows, values, names, columns = 0, [], [], []
+    rows, values, soft_labels, names, columns = 0, [], [], [], []
     for path in paths:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -39,6 +39,8 @@ def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
                     column = _column(path, schema, LABEL_COLUMNS)
                     values += file.read([column]).column(column).to_pylist()
                     names.append(_class_names(path, schema, column))
+                    if SOFT_LABELS in schema.names:
+                        soft_labels += file.read([SOFT_LABELS]).column(SOFT_LABELS).to_pylist()
         except DataError:
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -50,7 +52,10 @@ def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
         raise DataError(f"row {values.index(None)} of {_all(paths)} has no label; {UNLABELLED}")
     if any(other != names[0] for other in names):
         raise DataError(f"the shards {_all(paths)} disagree on the names of the classes")
-    return Listing(items, rows, *encode_labels(values, names[0]))
+    if soft_labels and len(soft_labels) < rows:
+        raise DataError(f"some of the shards {_all(paths)} have soft labels and others have none")
+    soft = encode_soft_labels(soft_labels) if soft_labels else None
+    return Listing(items, rows, *encode_labels(values, names[0]), soft_labels=soft)
 
 
 def import_pyarrow() -> ModuleType:

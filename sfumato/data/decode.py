@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -65,6 +65,7 @@ class Listing:
     labels: torch.Tensor | None = None
     classes: tuple[str, ...] = ("all",)
     skipped: list[str] = field(default_factory=list)
+    soft_labels: torch.Tensor | None = None
 
 
 def file_item(path: Path, name: str) -> Item:
@@ -100,8 +101,10 @@ def decode(
         warnings.warn(DataWarning(f"left out {len(skipped)} unreadable: {first_few(skipped)}"), stacklevel=3)
     if not kept:
         raise DataError("no image could be read")
-    labels = None if listing.labels is None else listing.labels[torch.tensor(kept)]
-    return ImageSet(canvas.images(len(kept)), labels, listing.classes)
+    labels, soft_labels = (
+        None if values is None else values[torch.tensor(kept)] for values in (listing.labels, listing.soft_labels)
+    )
+    return ImageSet(canvas.images(len(kept)), labels, listing.classes, soft_labels)
 
 
 def refit(
@@ -124,7 +127,7 @@ def refit(
             canvas.place(index, str(index), pixels)
             if progress is not None:
                 progress(index + 1, len(images))
-    return ImageSet(canvas.images(len(images)), images.labels, images.classes)
+    return replace(images, images=canvas.images(len(images)))
 
 
 def to_picture(pixels: Pixels) -> Image.Image:

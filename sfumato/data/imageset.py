@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from .errors import DataError
-from .labels import encode_labels
+from .labels import encode_labels, encode_soft_labels
+
+ROUNDING = 1e-2  # of soft labels' sums: half precision is enough
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,15 @@ class PublicFacts:
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images uint8 [N, C, H, W], C being 1 (grey) or 3 (RGB); labels int64 [N], or None if unlabelled."""
+    """Images uint8 [N, C, H, W], C being 1 (grey) or 3 (RGB); labels int64 [N], or None if unlabelled.
+
+    soft_labels: float32 [N, classes], a probability for each class, beside the labels; None if there are none.
+    """
 
     images: torch.Tensor
     labels: torch.Tensor | None = None
     classes: Sequence[str] = ("all",)
+    soft_labels: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
@@ -40,6 +46,10 @@ class ImageSet:
                 raise DataError("classes were given without labels; an unlabelled set has one class, 'all'")
         else:
             _check_labels(self.labels, len(self.images), len(self.classes))
+        if self.soft_labels is not None:
+            if self.labels is None:
+                raise DataError("soft labels were given without labels; they stand beside them")
+            _check_soft_labels(self.soft_labels, len(self.images), len(self.classes))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -73,20 +83,25 @@ class ImageSet:
             raise DataError("the subset holds no images")
         chosen = chosen if chosen.dtype == torch.bool else chosen.long()
         labels = None if self.labels is None else self.labels[chosen]
-        return ImageSet(self.images[chosen], labels, self.classes)
+        soft_labels = None if self.soft_labels is None else self.soft_labels[chosen]
+        return ImageSet(self.images[chosen], labels, self.classes, soft_labels)
 
     @classmethod
-    def from_arrays(cls, images: Any, labels: Any = None, classes: Sequence[str] | None = None) -> ImageSet:
+    def from_arrays(
+        cls, images: Any, labels: Any = None, classes: Sequence[str] | None = None, soft_labels: Any = None
+    ) -> ImageSet:
         """Make a set from numpy or torch arrays.
 
         Images are uint8, or float within [0, 1]; shaped [N,H,W], [N,C,H,W] or [N,H,W,C] with C 1 or 3.
-        Labels are whole numbers (indices into `classes`), booleans or strings, shaped [N] or [N,1].
+        Labels are whole numbers (indices into `classes`), booleans or strings, shaped [N] or [N,1]; soft labels are
+        probabilities, shaped [N, classes].
         """
         pixels = _as_uint8(_channels_first(_as_tensor(images, "images")))
+        soft = None if soft_labels is None else encode_soft_labels(soft_labels)
         if labels is None:
-            return cls(pixels, None, ("all",) if classes is None else classes)
+            return cls(pixels, None, ("all",) if classes is None else classes, soft)
         encoded, names = encode_labels(labels, classes)
-        return cls(pixels, encoded, names)
+        return cls(pixels, encoded, names, soft)
 
 
 def _as_tensor(values: Any, what: str) -> torch.Tensor:
@@ -166,6 +181,16 @@ def _check_labels(labels: torch.Tensor, images: int, classes: int) -> None:
         raise DataError(f"label {int(labels.min())} is negative; labels count from 0 (drop unlabelled images)")
     if int(labels.max()) >= classes:
         raise DataError(f"label {int(labels.max())} has no class name: only {classes} classes are named")
+
+
+def _check_soft_labels(soft_labels: torch.Tensor, images: int, classes: int) -> None:
+    if not isinstance(soft_labels, torch.Tensor) or soft_labels.dtype != torch.float32:
+        raise DataError("soft labels must be a float32 tensor; use ImageSet.from_arrays to convert")
+    if soft_labels.shape != (images, classes):
+        raise DataError(f"soft labels must have shape [{images}, {classes}], not {list(soft_labels.shape)}")
+    # a sum that is not a number fails, too
+    if not bool((soft_labels >= 0).all() and ((soft_labels.sum(1) - 1).abs() < ROUNDING).all()):
+        raise DataError("soft labels must be probabilities: at least 0, and 1 in sum for each image")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from .errors import DataError
 
 # Beyond this a "label" is more likely an identifier, and naming every number up to it would make no sense.
 MOST_CLASSES = 100_000
+SOFT_LABELS = "soft_labels"  # the array or column that holds them
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -40,6 +41,15 @@ def encode_labels(labels: Any, classes: Sequence[str] | None = None) -> tuple[to
     if values.dtype.kind == "S":
         return _encode_names([_decoded(value) for value in values], classes)
     return _encode_numbers(values, classes)
+
+
+def encode_soft_labels(values: Any) -> torch.Tensor:
+    """Turn probabilities in any usual form into float32; `ImageSet` checks them."""
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        return torch.from_numpy(array.astype(np.float32))
+    except (ValueError, TypeError) as error:
+        raise DataError("soft labels are not numbers, as many for each image; expected [N, classes]") from error
 
 
 def _encode_names(names: list[str], classes: Sequence[str] | None) -> tuple[torch.Tensor, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from .decode import to_picture
 from .errors import DataError
 from .folders import folder_name
 from .imageset import ImageSet
+from .labels import SOFT_LABELS
 from .parallel import map_in_order
 
 ROWS_IN_GROUP = 1000
@@ -27,10 +28,12 @@ def save_images(images: ImageSet, target: str | Path, *, overwrite: bool = False
 
     The folder is `<class>/<number>.png` (flat if unlabelled), the number being the place in the set; who
     reads it back gets classes in the order of their names, without those that have no image. The other two
-    forms keep all as it is.
+    forms keep all as it is, soft labels too, which a folder cannot hold.
     """
     target = Path(target)
     write = _writer(target)
+    if write is _write_folder and images.soft_labels is not None:
+        raise DataError(f"{target}: a folder of PNG files cannot hold soft labels; save them as .npz or .parquet")
     if overwrite:
         _check_replaceable(target)
     with replacing(target, overwrite=overwrite) as temporary:
@@ -91,6 +94,8 @@ def _write_npz(images: ImageSet, path: Path) -> None:
     arrays: dict[str, Any] = {"images": images.images.numpy()}
     if images.labels is not None:
         arrays |= {"labels": images.labels.numpy(), "classes": np.array(images.classes, dtype=np.str_)}
+    if images.soft_labels is not None:
+        arrays[SOFT_LABELS] = images.soft_labels.numpy()
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
@@ -102,6 +107,9 @@ def _write_parquet(images: ImageSet, path: Path) -> None:
     if images.labels is not None:
         columns["label"] = pyarrow.int64()
         features["label"] = {"names": list(images.classes), "_type": "ClassLabel"}
+    if images.soft_labels is not None:
+        columns[SOFT_LABELS] = pyarrow.list_(pyarrow.float32())
+        features[SOFT_LABELS] = {"feature": {"dtype": "float32", "_type": "Value"}, "_type": "Sequence"}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     schema = pyarrow.schema(columns, metadata=metadata)
     names = _file_names(len(images))
@@ -114,4 +122,6 @@ def _write_parquet(images: ImageSet, path: Path) -> None:
             rows: dict[str, Any] = {"image": [{"bytes": next(encoded), "path": name} for name in chosen]}
             if images.labels is not None:
                 rows["label"] = images.labels[start : start + ROWS_IN_GROUP].tolist()
+            if images.soft_labels is not None:
+                rows[SOFT_LABELS] = images.soft_labels[start : start + ROWS_IN_GROUP].tolist()
             writer.write_table(pyarrow.table(rows, schema=schema))

@@ -1,7 +1,8 @@
 """Downstream utility: train on synthetic images only, test once on real ones.
 
 Epochs and rates are fixed beforehand and nothing is chosen on the test images, so every figure is an honest one: the
-mean over seeds, never the best. The test images must be public (a benchmark's test split): measuring is a disclosure.
+mean over seeds, never the best. Where synthetic images have soft labels, these are learned. The test images must be
+public (a benchmark's test split): measuring is a disclosure.
 """
 
 from __future__ import annotations
@@ -135,11 +136,11 @@ def aligned(test: ImageSet, like: ImageSet) -> ImageSet:
 
 
 def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: torch.device) -> nn.Module:
-    pixels, labels = images.images.to(device), images.labels
-    assert labels is not None
-    labels = labels.to(device)
+    targets = images.labels if images.soft_labels is None else images.soft_labels
+    assert targets is not None
+    pixels, targets = images.images.to(device), targets.to(device)
     if name == LOGISTIC:
-        return _logistic(_unit(pixels), labels, len(images.classes))
+        return _logistic(_unit(pixels), targets, len(images.classes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = NETWORKS[name](images.shape, len(images.classes)).to(device)
@@ -157,14 +158,15 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
                 drawn = draw_augmentation(len(batch), size, generator, flip=recipe.flip, together=True)
                 batch = drawn(batch)
             optimizer.zero_grad()
-            functional.cross_entropy(network(batch), labels[index]).backward()
+            functional.cross_entropy(network(batch), targets[index]).backward()
             optimizer.step()
     return network.eval()
 
 
-def _logistic(pixels: torch.Tensor, labels: torch.Tensor, classes: int) -> nn.Module:
+def _logistic(pixels: torch.Tensor, targets: torch.Tensor, classes: int) -> nn.Module:
     """Multinomial logistic regression with |w|^2 / 2 + sum of losses, the objective of scikit-learn's C = 1."""
     flat = pixels.flatten(1).double()
+    targets = targets.double() if targets.is_floating_point() else targets
     # Equal scales make the problem well-conditioned; the penalty is on the weights of pixels in [-1, 1].
     weight = torch.zeros(classes, flat.shape[1], dtype=torch.float64, device=flat.device, requires_grad=True)
     bias = torch.zeros(classes, dtype=torch.float64, device=flat.device, requires_grad=True)
@@ -175,7 +177,7 @@ def _logistic(pixels: torch.Tensor, labels: torch.Tensor, classes: int) -> nn.Mo
 
     def objective() -> torch.Tensor:
         solver.zero_grad()
-        losses = functional.cross_entropy(flat @ weight.T + bias, labels)
+        losses = functional.cross_entropy(flat @ weight.T + bias, targets)
         value: torch.Tensor = losses + weight.square().sum() / (2 * len(flat))
         value.backward()
         return value

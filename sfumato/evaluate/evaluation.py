@@ -171,6 +171,7 @@ def _protocol(name: str, profile: Profile, synthetic: ImageSet) -> dict[str, Any
         "seeds": list(profile.seeds),
         "epochs": profile.recipe.epochs,
         "synthetic_images": len(synthetic),
+        "labels": "hard" if synthetic.soft_labels is None else "soft",
         "fidelity_images": profile.sample,
         "trained_on": "synthetic images only; tested once on the test images; nothing was selected on them",
     }

@@ -8,7 +8,8 @@ painter makes: an image is of the class that the teacher sees in it. All of that
 What the teacher looks at: wavelet scattering coefficients, and the maps of a small CNN that was taught to tell
 *painted* images apart; of both the principal components among painted images, the lesser ones enlarged. So a gradient
 has few entries that noise can fall on, and descends in all directions at about the same speed. None of that was taught
-by a private image.
+by a private image. A public encoder, if one is named, is a third thing to look at. Where the painter paints an
+autoencoder's maps, the teacher looks at these in the place of scattering: images would have to be decoded first.
 
 Released: what `dp-kernel` releases; and `teacher_steps` noisy sums over all images of the gradients of the teacher's
 loss, each clipped to `teacher_bound`.
@@ -23,26 +24,31 @@ what is divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body
+from sfumato.encoders import load_perceptual
+from sfumato.encoders.autoencoder import load_autoencoder
+from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
+Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")
 MOMENTUM = 0.9
 AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
 CALM = 1e-4  # noise of all the teacher's gradients together, per image, above which the rate is lower
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
+NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
+SEEN_AT_ONCE = 250  # images: a network that looks at them keeps megabytes of each
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
 
 
@@ -51,26 +57,37 @@ class Atelier(KernelGenerator):
     """A generator that follows noisy kernel means, and a linear teacher that says what its images show.
 
     disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`,
-    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. teacher_share: its part of the
-    budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is great.
-    All others are the painter's, as in `dp-kernel`.
+    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples
+    come with the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of
+    the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is
+    great. teacher_encoder: a public network that the teacher alone looks through, as `load_perceptual` takes it; left
+    out, it is `encoder`. teacher_side: images are enlarged to so many pixels across for it; networks see more where
+    images are about as large as those that they were trained on. All others are the painter's, as in `dp-kernel`.
     """
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
     summary: ClassVar[str] = "dp-kernel's painter, and a private teacher who says what its images show"
+    adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels"})
 
     disagreement: str = "relabel"
+    soft_labels: bool = False
     teacher_share: float = 0.4
     teacher_steps: int = 60
     teacher_bound: float = 0.5
     teacher_rate: float = 60.0
+    teacher_encoder: str = ""
+    teacher_side: int = 128
 
     def validate(self) -> Self:
         if self.form != "pathwise":
             raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
         if self.disagreement not in DISAGREEMENT:
             raise ValueError(f"disagreement must be one of {', '.join(DISAGREEMENT)}, got {self.disagreement!r}")
+        if self.teacher_encoder and self.autoencoder:
+            raise ValueError(
+                "teacher_encoder looks at images, and with autoencoder the teacher sees its maps; leave one out"
+            )
         if self.teacher_steps < 2:
             raise ValueError(f"teacher_steps must be at least 2, got {self.teacher_steps}")
         if not self.teacher_share < 1:
@@ -80,20 +97,31 @@ class Atelier(KernelGenerator):
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
         if not _taught(public):
+            if self.soft_labels:
+                raise DataError(NO_TEACHER)
             return painter
         times, share = self.teacher_steps, self.teacher_share
         weight = math.sqrt(times * (1 - share) / (share * self._stages))
         return [*painter, Release("teacher", times, self.sampling_prob, weight=weight)]
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        super()._fit(vault, public)
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        own = {"teacher_encoder": load_perceptual(self.teacher_encoder).facts} if self.teacher_encoder else {}
+        return {**super()._facts(public), **own}
+
+    def _learn(self, vault: Vault, public: PublicFacts) -> None:
+        if self.teacher_encoder:
+            self._confirm(vault, load_perceptual(self.teacher_encoder).facts, "teacher_encoder")
+        super()._learn(vault, public)
         if _taught(public):
             self.teacher_ = self._teach(vault, public)
             self.origins_ = self._origins(len(public.classes))
 
     def _new_teacher(self, public: PublicFacts, taught: Maps) -> Teacher:
-        encoded = Encoded(self._perceptual(), public.shape) if self.encoder else None
-        return Teacher(public.shape, taught.to(self.torch_device), encoded, len(public.classes)).requires_grad_(False)
+        device = self.torch_device
+        looks: list[Look] = [Maps(nn.Identity()) if self.autoencoder else Vectors(public.shape).to(device).scattering]
+        if name := self.teacher_encoder or self.encoder:
+            looks.append(Encoded(load_perceptual(name, device), public.shape, self.teacher_side))
+        return Teacher(public.shape, taught.to(device), looks, len(public.classes)).requires_grad_(False)
 
     def _teach(self, vault: Vault, public: PublicFacts) -> Teacher:
         """Full-batch gradient descent with momentum, each gradient a noisy sum."""
@@ -110,7 +138,13 @@ class Atelier(KernelGenerator):
         rate = self.teacher_rate * (min(1.0, CALM / noise) if noise > 0 else 1.0)
         for _ in track(self.teacher_steps, "teacher"):
             sums = seen.gradient(
-                linear, _surprise, release="teacher", bound=self.teacher_bound, with_labels=True, at_once=AT_ONCE
+                linear,
+                _surprise,
+                release="teacher",
+                bound=self.teacher_bound,
+                with_labels=True,
+                at_once=AT_ONCE,
+                record=True,
             )
             velocity = MOMENTUM * velocity + sums["weight"] / (self.sampling_prob * expected)
             with torch.no_grad():
@@ -121,7 +155,7 @@ class Atelier(KernelGenerator):
     def _painted(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """What the painter makes, whatever the teacher says."""
         with torch.no_grad():
-            parts = [super(Atelier, self)._sample(part, generator) for part in labels.split(self.sample_batch)]
+            parts = [super(Atelier, self)._paint(part, generator) for part in labels.split(self.sample_batch)]
         return torch.cat(parts)
 
     def _even_labels(self, count: int) -> torch.Tensor:
@@ -141,7 +175,7 @@ class Atelier(KernelGenerator):
 
     # -- samples ----------------------------------------------------------------------------------------------
 
-    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _paint(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Painted again and again, until the teacher sees in each image what is asked for, or patience ends."""
         images = self._painted(labels, generator)
         if self.disagreement == "keep" or len(self.counts_) == 1:
@@ -159,7 +193,15 @@ class Atelier(KernelGenerator):
                 break
         return images
 
-    def soft_labels(self, images: ImageSet) -> torch.Tensor:
+    def sample(
+        self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0, **options: Any
+    ) -> ImageSet:
+        """`n` synthetic images, as for every method; with `soft_labels`, what the teacher sees in each of them, too."""
+        images = super().sample(n, labels=labels, seed=seed, **options)
+        with self._adjusted(options):
+            return replace(images, soft_labels=self.probabilities(images)) if self.soft_labels else images
+
+    def probabilities(self, images: ImageSet) -> torch.Tensor:
         """What the teacher sees in images: a probability for each class, [N, classes].
 
         The teacher is post-processing of releases, so this costs no privacy of the images that were learned from. It
@@ -167,12 +209,15 @@ class Atelier(KernelGenerator):
         """
         public = self._fitted()
         if not _taught(public):
-            raise DataError("there are no classes, so that there is no teacher and there are no labels")
+            raise DataError(NO_TEACHER)
         if images.shape != public.shape:
             raise DataError(f"images must be {public.shape} like those of the model, not {images.shape}")
-        parts = torch.split(images.images, self.sample_batch)
+        network, seen = load_autoencoder(self.torch_device) if self.autoencoder else None, []
         with torch.no_grad():
-            seen = [self.teacher_(part.to(self.torch_device).float() / 127.5 - 1).softmax(1).cpu() for part in parts]
+            for part in torch.split(images.images, self.sample_batch):
+                pixels = part.to(self.torch_device).float() / 127.5 - 1
+                canvas = pixels if network is None else scaled_maps(network, pixels)
+                seen.append(self.teacher_(canvas).softmax(1).cpu())
         return torch.cat(seen)
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -183,9 +228,10 @@ class Atelier(KernelGenerator):
 
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         if _taught(public):
+            canvas = self._canvas(public)
             with torch.random.fork_rng(devices=[]):
-                maps = Maps(body(small_cnn(public.shape, len(public.classes))))
-            self.teacher_ = self._new_teacher(public, maps)
+                maps = Maps(body(small_cnn(canvas.shape, len(public.classes))))
+            self.teacher_ = self._new_teacher(canvas, maps)
             own = {name: value for name, value in state.items() if name.startswith("teacher.")}
             self.teacher_.load_state_dict({name.removeprefix("teacher."): value for name, value in own.items()})
             self.origins_ = state["origins"]
@@ -196,21 +242,19 @@ class Atelier(KernelGenerator):
 class Teacher(nn.Module):
     """A linear classifier of what is seen in an image: several vectors of norm one at most, side by side."""
 
-    def __init__(self, shape: tuple[int, int, int], taught: Maps, encoded: Maps | None, classes: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], taught: Maps, looks: list[Look], classes: int) -> None:
         super().__init__()
         device = next(taught.parameters()).device
         self.taught = taught
-        # a list: what was not taught here is not in the state
-        self._looks: list[Callable[[torch.Tensor], torch.Tensor]] = [Vectors(shape).to(device).scattering, taught]
-        if encoded is not None:
-            self._looks.append(encoded)
+        self._looks: list[Look] = [*looks, taught]  # a list: what was not taught here is not in the state
         width = self.look(torch.zeros(1, *shape, device=device)).shape[1]
         self.weight = nn.Parameter(torch.zeros(classes, width, device=device))
         self.bias = nn.Parameter(torch.zeros(classes, device=device))
 
     @torch.no_grad()
     def look(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.cat([look(images) for look in self._looks], 1) / math.sqrt(len(self._looks))
+        rows = [torch.cat([look(part) for look in self._looks], 1) for part in images.split(SEEN_AT_ONCE)]
+        return torch.cat(rows) / math.sqrt(len(self._looks))
 
     def know(self, components: Components, weight: torch.Tensor) -> None:
         """Takes over what was learned of the components."""

@@ -7,20 +7,23 @@ distance (MMD) to the private images.
 Released: the noisy class sums of random Fourier features, once for each of a few `paths`; such a sum is a whole noisy
 path of the function (`functional/release.py` has the proof), so that its derivatives are post-processing, and so is
 every step of the training. Noisy class counts unless sizes are declared.
-Public: image shape, class names; frequencies and initial weights, from the user's seed.
+Public: image shape, class names; frequencies and initial weights, from the user's seed; networks named in `encoder`
+and `autoencoder`.
 Events: Gaussian sums over all the images (or Poisson samples of them); classes are blocks of one vector.
 
 What is ours: the kernels. Frequencies look through windows, so that parts of images are learned from all that share
 them. The first path is on pixels and wavelet scattering coefficients. Each later one is on the features of a network
 that is taught, without any private image, to tell the classes of what the generator makes by then: what classifiers
-look at, the generator learns to get right. The generator follows all paths at once.
+look at, the generator learns to get right. The generator follows all paths at once. Large images are painted as the
+maps of a public autoencoder: what is said of pixels then holds for these, and scattering, which is for images, is left
+out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,6 +32,8 @@ from torch.nn import functional
 
 from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import Perceptual, load_perceptual
+from sfumato.encoders import autoencoder as autoencoders
+from sfumato.encoders.autoencoder import REACH, Autoencoder, load_autoencoder, maps_shape
 from sfumato.encoders.scattering import Scattering
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, Latent, Training, warm_cosine
@@ -39,7 +44,8 @@ from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 GROUP = 3  # scattering channels that are normalised together
-LARGEST_SIDE = 64
+LARGEST_SIDE = 64  # of what is painted: larger images go through an autoencoder
+LEAST_SIDE = 4  # of an autoencoder's maps
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
@@ -70,7 +76,8 @@ class KernelGenerator(GeneratorMethod):
     features, all of norm one (`gp` and `nystrom` take the first two as one vector, and the second's bandwidths).
     scattering_share: part of the first path's frequencies, the others are on pixels. encoder: a public network, as
     `load_perceptual` takes it, whose last maps are looked at by half of the first path's frequencies, with bandwidths
-    as for taught features; none by default. window: sizes of windows, in image sides. features: number
+    as for taught features; none by default. autoencoder: `taef2`, to paint its maps in place of pixels; for images of
+    more than 64 pixels a side. window: sizes of windows, in image sides. features: number
     of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
     network is taught on. steps: in all. sampling_prob: q.
     network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
@@ -99,6 +106,7 @@ class KernelGenerator(GeneratorMethod):
     taught: tuple[float, float] = (0.3, 1.0)
     scattering_share: float = 0.5
     encoder: str = ""
+    autoencoder: str = ""
     window: tuple[float, float] = (0.05, 1.0)
     lessons: int = 12_000
     batch_size: int = 600
@@ -122,6 +130,10 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if self.encoder and self.form != "pathwise":
             raise ValueError(f"encoder is for the pathwise form, not for {self.form}")
+        if self.autoencoder not in ("", *autoencoders.NAMES):
+            raise ValueError(f"autoencoder must be one of {', '.join(autoencoders.NAMES)}, got {self.autoencoder!r}")
+        if self.autoencoder and (self.encoder or self.form != "pathwise"):
+            raise ValueError("autoencoder is for the pathwise form, and without encoder, which looks at images")
         if not self.scattering_share <= 1:
             raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
         return super().validate()
@@ -131,10 +143,14 @@ class KernelGenerator(GeneratorMethod):
         return self.variant == "parallel"
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        if max(public.shape[1:]) > LARGEST_SIDE:
+        sides = self._canvas(public).shape[1:]
+        if max(sides) > LARGEST_SIDE:
             raise DataError(
-                f"dp-kernel is for images of up to {LARGEST_SIDE} pixels a side; pass a smaller size (--size)"
+                f"{self.key} is for images of up to {LARGEST_SIDE} pixels a side, or eight times that with "
+                "autoencoder='taef2'; pass a smaller size (--size)"
             )
+        if self.autoencoder and min(sides) < LEAST_SIDE:
+            raise DataError("the autoencoder's maps are an eighth of an image, here too small to paint; leave it out")
         if self.form == "published":
             return []
         times = {"pathwise": self._stages, "gp": self.steps, "nystrom": 1}[self.form]
@@ -143,7 +159,19 @@ class KernelGenerator(GeneratorMethod):
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
         return [*counts, Release("sums", times, q)]
 
+    def _canvas(self, public: PublicFacts) -> PublicFacts:
+        """The facts of what is painted: images, or an autoencoder's maps."""
+        return replace(public, shape=maps_shape(public.shape)) if self.autoencoder else public
+
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
+        if self.autoencoder:
+            network = load_autoencoder(self.torch_device)
+            self._confirm(vault, network.facts, "autoencoder")
+            vault = vault.map(lambda images: scaled_maps(network, images))
+        self._learn(vault, self._canvas(public))
+
+    def _learn(self, vault: Vault, public: PublicFacts) -> None:
+        """Learns to paint; vault and facts are those of the canvas."""
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         training = Following(self, public, generator)
         if self.form == "published":
@@ -183,11 +211,12 @@ class KernelGenerator(GeneratorMethod):
         if number > 0 and training.classes > 1:
             parts = [self._seen(training.taught(self.lessons), like)]
         else:
+            share = 0.0 if self.autoencoder else self.scattering_share
             scattering = Windowed(vectors.maps, self.scattering, self.window)
             pixels = Windowed(training.shape, self.pixels, self.window, PIXEL_NORM, CORRELATION_LENGTH)
             parts = [
-                Part(vectors.scattering, scattering, self.scattering_share),
-                Part(vectors.pixels, pixels, 1 - self.scattering_share),
+                Part(vectors.scattering, scattering, share),
+                Part(vectors.pixels, pixels, 1 - share),
             ]
             if encoder is not None:
                 parts.append(self._seen(Encoded(encoder, training.shape), like))
@@ -202,7 +231,8 @@ class KernelGenerator(GeneratorMethod):
         return load_perceptual(self.encoder, self.torch_device)
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
-        return {"encoder": self._perceptual().facts} if self.encoder else {}
+        facts = {"encoder": self._perceptual().facts} if self.encoder else {}
+        return {**facts, "autoencoder": load_autoencoder().facts} if self.autoencoder else facts
 
     def _train_exactly(self, vault: Vault, training: Following) -> None:
         """At each step the function's derivatives at some generated images, exact in their joint law."""
@@ -233,6 +263,21 @@ class KernelGenerator(GeneratorMethod):
     def _descend(self, training: Following, loss: torch.Tensor, step: int) -> None:
         training.set_rate(self.learning_rate * warm_cosine(step, self.steps))
         training.descend(loss)
+
+    # -- samples ----------------------------------------------------------------------------------------------
+
+    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        painted = self._paint(labels, generator)
+        if not self.autoencoder:
+            return painted
+        return load_autoencoder(self.torch_device).decode(REACH * painted, self._fitted().shape)
+
+    def _paint(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """What the generator makes: images, or an autoencoder's maps."""
+        return super()._sample(labels, generator)
+
+    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
+        super()._restore(self._canvas(public), state)
 
     # -- as published -----------------------------------------------------------------------------------------
 
@@ -302,12 +347,24 @@ class Maps(nn.Module):
 
 
 class Encoded(Maps):
-    """What a public network sees: the last of its activations that still says where."""
+    """What a public network sees: the last of its activations that still says where.
 
-    def __init__(self, encoder: Perceptual, shape: tuple[int, int, int]) -> None:
-        sides = [min(of[1:]) for of in encoder.shapes(shape)]
+    Images that are less than `enlarged` pixels across are enlarged to that first.
+    """
+
+    def __init__(self, encoder: Perceptual, shape: tuple[int, int, int], enlarged: int = 0) -> None:
+        channels, *size = shape
+        height, width = (max(side, side * enlarged // min(size)) for side in size)
+        sides = [min(of[1:]) for of in encoder.shapes((channels, height, width))]
         last = max(place for place, side in enumerate(sides) if side >= min(LEAST_ACROSS, max(sides)))
-        super().__init__(lambda images: encoder(images)[last])
+
+        def maps(images: torch.Tensor) -> torch.Tensor:
+            if [height, width] != size:
+                images = functional.interpolate(images, (height, width), mode="bilinear")
+            seen: list[torch.Tensor] = encoder(images)
+            return seen[last]
+
+        super().__init__(maps)
 
 
 class Taught(Maps):
@@ -357,6 +414,12 @@ class Vectors(nn.Module):
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1) / math.sqrt(images[0].numel())
+
+
+def scaled_maps(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:
+    """Maps of images within [-1, 1], as a generator paints them: scaled by a public number, and cut."""
+    with torch.no_grad():
+        return (autoencoder.encode(images) / REACH).clamp(-1, 1)
 
 
 def published_loss(

@@ -47,11 +47,11 @@ class GeneratorMethod(Synthesizer):
                 network = NETWORKS[self.network](public.shape, classes, **sizes)
         return network.to(self.torch_device)
 
-    def _confirm(self, vault: Vault, encoder: dict[str, Any]) -> None:
-        """Raises if the encoder at hand is not the one that the ledger names."""
+    def _confirm(self, vault: Vault, network: dict[str, Any], role: str = "encoder") -> None:
+        """Raises if the public network at hand is not the one that the ledger names."""
         stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if stated.get("encoder") != encoder:
-            raise DataError("the encoder's file was changed under way; nothing was spent, start again")
+        if stated.get(role) != network:
+            raise DataError(f"the {role}'s file was changed under way; nothing was spent, start again")
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()

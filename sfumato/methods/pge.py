@@ -25,7 +25,7 @@ import torch
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
-from sfumato.encoders.autoencoder import load_autoencoder
+from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
 from sfumato.encoders.codebook import Code
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
@@ -40,7 +40,6 @@ LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoe
 MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
 AT_ONCE = 4096  # views whose gradients are taken at once, on a GPU
-DECODED = 32  # images that an autoencoder decodes at once
 FORMS = ("sound", "published")
 OBJECTIVES = ("denoising", "sliced")
 LEAK = (
@@ -231,10 +230,7 @@ class GradientEstimation(WarmStart):
 
     def _space(self, public: PublicFacts) -> tuple[int, int, int]:
         """What the network sees: the image's shape, or that of an autoencoder's maps."""
-        if not self.autoencoder:
-            return public.shape
-        _, height, width = public.shape
-        return autoencoders.CHANNELS, -(-height // autoencoders.SHRINKING), -(-width // autoencoders.SHRINKING)
+        return maps_shape(public.shape) if self.autoencoder else public.shape
 
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         halvings = max(1, math.ceil(math.log2(max(self._space(public)[1:]) / MIDDLE)))
@@ -272,9 +268,7 @@ class GradientEstimation(WarmStart):
         maps, _ = self.draw(labels, generator)
         if not self.autoencoder:
             return maps
-        decoder, channels = load_autoencoder(self.torch_device), self._fitted().shape[0]
-        _, height, width = self._fitted().shape
-        return torch.cat([decoder.decode(part, channels)[:, :, :height, :width] for part in maps.split(DECODED)])
+        return load_autoencoder(self.torch_device).decode(maps, self._fitted().shape)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
         """(images or an autoencoder's maps for these labels, share of trajectories that were accepted)."""

@@ -125,6 +125,43 @@ def test_constructor_checks_types(pixels):
         ImageSet(torch.zeros(4, 1, 8, 8, dtype=torch.uint8)).labels = None
 
 
+def soft(digits, certainty=0.9):
+    """The label with some certainty, the rest spread evenly."""
+    return torch.nn.functional.one_hot(digits.labels, 10) * (certainty - (1 - certainty) / 9) + (1 - certainty) / 9
+
+
+def test_soft_labels_stand_beside_labels(digits):
+    both = ImageSet(digits.images, digits.labels, digits.classes, soft(digits))
+    assert torch.equal(both.subset([5, 2]).soft_labels, soft(digits)[[5, 2]])
+    assert digits.subset([5, 2]).soft_labels is None
+    halves = soft(digits).half().numpy()
+    again = ImageSet.from_arrays(digits.images, digits.labels, digits.classes, halves)
+    assert torch.allclose(again.soft_labels, both.soft_labels, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.double(), "float32"),
+        (lambda values: values[:, :9], r"shape \[60, 10\], not \[60, 9\]"),
+        (lambda values: values[:9], r"not \[9, 10\]"),
+        (lambda values: values * 2, "1 in sum"),
+        (lambda values: 1.2 * values - 0.02, "at least 0"),
+        (lambda values: values * float("nan"), "probabilities"),
+    ],
+)
+def test_bad_soft_labels_are_refused(digits, change, message):
+    with pytest.raises(DataError, match=message):
+        ImageSet(digits.images, digits.labels, digits.classes, change(soft(digits)))
+
+
+def test_soft_labels_need_labels_and_numbers(digits):
+    with pytest.raises(DataError, match="without labels"):
+        ImageSet(digits.images, soft_labels=torch.ones(60, 1))
+    with pytest.raises(DataError, match="not numbers"):
+        ImageSet.from_arrays(digits.images, digits.labels, soft_labels=[[0.5, 0.5], [1.0]])
+
+
 def test_subset_keeps_order_and_classes(digits):
     part = digits.subset([5, 2])
     assert part.labels.tolist() == [digits.labels[5], digits.labels[2]]

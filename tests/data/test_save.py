@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,28 @@ def test_order_of_classes_and_images_is_kept_by_single_files(tmp_path, digits):
         assert again.classes == shuffled.classes
         assert torch.equal(again.labels, shuffled.labels)
         assert torch.equal(again.images, shuffled.images)
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_single_files_hold_soft_labels(tmp_path, colourful, target):
+    soft_labels = torch.rand(1030, 12).softmax(1)
+    save_images(replace(colourful, soft_labels=soft_labels), tmp_path / target)
+    assert torch.equal(load_images(tmp_path / target).soft_labels, soft_labels)
+    assert torch.equal(load_images(tmp_path / target, size=8).soft_labels, soft_labels)
+    assert load_images(tmp_path / target, labels=False).soft_labels is None
+
+
+def test_a_folder_cannot_hold_soft_labels(tmp_path, colourful):
+    with pytest.raises(DataError, match=r"cannot hold soft labels; save them as \.npz or \.parquet"):
+        save_images(replace(colourful, soft_labels=torch.ones(1030, 12) / 12), tmp_path / "set")
+    assert names_in(tmp_path) == []
+
+
+def test_shards_agree_on_soft_labels(tmp_path, colourful):
+    save_images(colourful, tmp_path / "0.parquet")
+    save_images(replace(colourful, soft_labels=torch.ones(1030, 12) / 12), tmp_path / "1.parquet")
+    with pytest.raises(DataError, match="others have none"):
+        load_images(tmp_path)
 
 
 def test_folder_layout(tmp_path, digits):

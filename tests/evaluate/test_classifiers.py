@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, load_images
 from sfumato.evaluate import CLASSIFIERS, Accuracy, Recipe, aligned, downstream_accuracy
@@ -51,6 +52,15 @@ def test_logistic_regression_is_scikit_learns(digits: ImageSet, test_digits: Ima
     assert downstream_accuracy(few, test_digits, "logistic", seeds=(0, 1, 2)).values == [
         pytest.approx(100 * float((reference.argmax(1) == test_digits.labels).double().mean()))
     ]
+
+
+@pytest.mark.parametrize("name", ["logistic", "small_cnn"])
+def test_soft_labels_are_what_is_learned(name: str, digits: ImageSet, test_digits: ImageSet) -> None:
+    """The labels are wrong and the soft labels right."""
+    assert digits.labels is not None
+    soft_labels = 0.9 * functional.one_hot(digits.labels, 10) + 0.01
+    both = ImageSet(digits.images, digits.labels.roll(7), digits.classes, soft_labels)
+    assert downstream_accuracy(both, test_digits, name).mean > 88
 
 
 def test_confusion_adds_up(digits: ImageSet, test_digits: ImageSet) -> None:

@@ -11,7 +11,9 @@ import torch
 
 from sfumato.data import DataError, ImageSet
 from sfumato.methods.atelier import Atelier, Components
+from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
+from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 6,
@@ -44,12 +46,12 @@ def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> 
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
     """The painter has hardly begun, so what the teacher knows it has from its own releases."""
     assert few_digits.labels is not None
-    seen = fitted.soft_labels(few_digits)
+    seen = fitted.probabilities(few_digits)
     assert torch.allclose(seen.sum(1), torch.ones(len(seen)), atol=1e-5)
     assert (seen.argmax(1) == few_digits.labels).float().mean() > 0.6
-    turned = (few_digits.labels + 1) % len(few_digits.classes)
-    others = Atelier(**QUICK).fit(ImageSet(few_digits.images, turned, few_digits.classes)).soft_labels(few_digits)
-    assert (others.argmax(1) == turned).float().mean() > 0.6
+    others = ImageSet(few_digits.images, (few_digits.labels + 1) % 3, few_digits.classes)
+    seen = Atelier(**QUICK).fit(others).probabilities(few_digits)
+    assert (seen.argmax(1) == others.labels).float().mean() > 0.5
 
 
 def test_images_are_of_the_class_that_the_teacher_sees(fitted: Atelier) -> None:
@@ -58,7 +60,7 @@ def test_images_are_of_the_class_that_the_teacher_sees(fitted: Atelier) -> None:
         fitted.disagreement = way
         made = fitted.sample(100)
         assert made.labels is not None
-        agreed[way] = float((fitted.soft_labels(made).argmax(1) == made.labels).float().mean())
+        agreed[way] = float((fitted.probabilities(made).argmax(1) == made.labels).float().mean())
     assert agreed["relabel"] > agreed["keep"] + 0.2
     assert agreed["drop"] >= agreed["keep"]
 
@@ -73,7 +75,47 @@ def test_a_saved_model_paints_and_sees_the_same(fitted: Atelier, few_digits: Ima
     again = load(fitted.save(tmp_path / "model"), device="cpu")
     assert isinstance(again, Atelier)
     assert torch.equal(again.sample(40).images, fitted.sample(40).images)
-    assert torch.allclose(again.soft_labels(few_digits), fitted.soft_labels(few_digits), atol=1e-6)
+    assert torch.allclose(again.probabilities(few_digits), fitted.probabilities(few_digits), atol=1e-6)
+
+
+def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) -> None:
+    assert fitted.sample(30).soft_labels is None
+    made = fitted.sample(30, soft_labels=True)
+    assert made.soft_labels is not None
+    assert torch.equal(made.soft_labels, fitted.probabilities(made))
+    assert torch.equal(made.images, fitted.sample(30).images)
+    again = load(Atelier(**QUICK, soft_labels=True).fit(made, run_dir=tmp_path).save(tmp_path), device="cpu")
+    assert again.sample(5).soft_labels is not None
+
+
+def test_the_teacher_may_look_through_an_encoder_alone(encoder: str, few_digits: ImageSet, tmp_path: Path) -> None:
+    model = Atelier(**QUICK, teacher_encoder=encoder, teacher_side=16).fit(few_digits, run_dir=tmp_path)
+    facts = model.certificate_.public_facts
+    assert facts["teacher_encoder"]["trained_on"] == "random numbers"
+    assert "encoder" not in facts
+    again = load(tmp_path, device="cpu")
+    assert isinstance(again, Atelier)
+    assert torch.allclose(again.probabilities(few_digits), model.probabilities(few_digits), atol=1e-6)
+
+
+@pytest.mark.usefixtures("averages")
+def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path: Path) -> None:
+    assert large_digits.labels is not None
+    model = Atelier(**QUICK, autoencoder="taef2").fit(large_digits, run_dir=tmp_path)
+    assert (model.probabilities(large_digits).argmax(1) == large_digits.labels).float().mean() > 0.6
+    made = model.sample(30, soft_labels=True)
+    assert made.shape == large_digits.shape
+    assert made.soft_labels is not None
+    assert (made.soft_labels.argmax(1) == made.labels).float().mean() > 0.5
+    assert torch.equal(load(tmp_path, device="cpu").sample(30).images, made.images)
+
+
+@pytest.mark.usefixtures("averages")
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+def test_maps_are_painted_and_seen_soundly(fewer_large_digits: ImageSet, adjacency: str) -> None:
+    options = {**QUICK, "steps": 1, "paths": 1, "lessons": 20, "teacher_steps": 2, "autoencoder": "taef2"}
+    make = lambda **params: Atelier(**{**options, "public_size": False, **params})  # noqa: E731
+    _check_neighbours(make, fewer_large_digits, 21, adjacency, Vault)
 
 
 def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
@@ -81,7 +123,9 @@ def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
     assert [event["name"] for event in model.certificate_.events] == ["sums"]
     assert len(model.sample(5)) == 5
     with pytest.raises(DataError, match="no teacher"):
-        model.soft_labels(few_digits)
+        model.probabilities(few_digits)
+    with pytest.raises(DataError, match="no teacher"):
+        Atelier(**QUICK, soft_labels=True).plan(ImageSet(few_digits.images).public())
 
 
 def test_components_are_level_and_of_mean_norm_one() -> None:
@@ -96,7 +140,12 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"form": "gp"}, "pathwise"), ({"disagreement": "shout"}, "relabel"), ({"teacher_share": 1.0}, "between 0 and 1")],
+    [
+        ({"form": "gp"}, "pathwise"),
+        ({"disagreement": "shout"}, "relabel"),
+        ({"teacher_share": 1.0}, "between 0 and 1"),
+        ({"autoencoder": "taef2", "teacher_encoder": "vgg11"}, "leave one out"),
+    ],
 )
 def test_bad_settings_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
-from sfumato.data import DataError, ImageSet, load_images
+from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.encoders import load_perceptual
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
 from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Taught, Vectors, published_loss, smooth_images
-from sfumato.methods.registry import load
+from sfumato.methods.registry import create, load
 from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
@@ -134,8 +136,50 @@ def test_a_public_encoder_is_looked_through_and_named(encoder: str, few_digits: 
     assert rows.shape == (9, seen.maps(images)[0].numel())
     assert 0.5 < rows.norm(dim=1).min() <= rows.norm(dim=1).max() <= 1 + 1e-6
     assert min(seen.maps(images).shape[2:]) == 4
+    larger = functional.interpolate(images, (16, 16), mode="bilinear")
+    through = [Encoded(load_perceptual(encoder), *of) for of in ((few_digits.shape, 16), ((1, 16, 16),))]
+    assert torch.equal(through[0](images), through[1](larger))
     with pytest.raises(DataError, match="nowhere"):
         KernelGenerator(**{**QUICK, "encoder": "nowhere.safetensors"}).fit(few_digits)
+
+
+@pytest.mark.parametrize("key", ["dp-kernel", "atelier"])
+def test_large_images_need_an_autoencoder(key: str) -> None:
+    large = PublicFacts((3, 256, 256), ("a", "b"), labelled=True)
+    with pytest.raises(DataError, match=f"{key} is for .* autoencoder='taef2'"):
+        create(key).plan(large)
+    assert create(key, autoencoder="taef2").plan(large).epsilon <= 1
+    with pytest.raises(DataError, match="too small to paint"):
+        create(key, autoencoder="taef2").plan(PublicFacts((3, 256, 24), ("a", "b"), labelled=True))
+
+
+@pytest.mark.usefixtures("averages")
+def test_an_autoencoders_maps_are_painted(large_digits: ImageSet, tmp_path: Path) -> None:
+    options = {"autoencoder": "taef2", "epsilon": math.inf, "public_size": True, "steps": 100, "device": "cpu"}
+    sizes = {"features": 1000, "features_per_step": 250, "batch_size": 40, "paths": 1}
+    model = KernelGenerator(**options, **sizes).fit(large_digits, run_dir=tmp_path)
+    assert model.certificate_.public_facts["autoencoder"] == {"name": "averages"}
+    made = model.sample(40)
+    assert made.shape == large_digits.shape
+    assert torch.equal(load(tmp_path, device="cpu").sample(40).images, made.images)
+    assert made.labels is not None
+    assert large_digits.labels is not None
+    means = [
+        torch.stack([some.images[some.labels == c].float().mean(0) for c in range(3)]) for some in (made, large_digits)
+    ]
+    one, other = ((mean - mean.mean(0)).flatten(1) for mean in means)
+    assert torch.cosine_similarity(one[:, None], other, dim=2).argmax(1).tolist() == [0, 1, 2]
+
+
+def test_a_network_that_changes_under_way_is_noticed(large_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = iter("ab")
+
+    def changing(device: str = "cpu") -> SimpleNamespace:
+        return SimpleNamespace(facts={"name": next(versions)})
+
+    monkeypatch.setattr("sfumato.methods.dp_kernel.load_autoencoder", changing)
+    with pytest.raises(DataError, match="autoencoder's file was changed"):
+        KernelGenerator(**{**QUICK, "autoencoder": "taef2"}).fit(large_digits)
 
 
 @pytest.mark.parametrize("variant", ["conditional", "parallel"])
@@ -156,6 +200,11 @@ def test_forms_are_named() -> None:
         KernelGenerator(form="exact").validate()
     with pytest.raises(ValueError, match="variant must be one of conditional, parallel"):
         KernelGenerator(variant="serial").validate()
+    with pytest.raises(ValueError, match="autoencoder must be one of taef2"):
+        KernelGenerator(autoencoder="taef3").validate()
+    for other in ({"form": "gp"}, {"encoder": "small_cifar10"}):
+        with pytest.raises(ValueError, match="autoencoder is for the pathwise form, and without encoder"):
+            KernelGenerator(autoencoder="taef2", **other).validate()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scattering_share must lie between 0 and 1"):
         KernelGenerator(scattering_share=1.5).validate()
 
