@@ -400,7 +400,6 @@ class Recorded:
     """
 
     def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor]) -> None:
-        self._engine = engine  # it holds the network's memory and what the loss reads: that is read at each replay
         self._inputs = [part.clone() for part in inputs]
         self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
         here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -410,9 +409,10 @@ class Recorded:
                 engine.clipped(self._inputs, self._present)
         here.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        engine.held = []
+        engine.held = self._held = list(engine._state().values())
         with torch.cuda.graph(self._graph, stream=stream):
             self._result = engine.clipped(self._inputs, self._present)
+        engine.held = None
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], present: torch.Tensor
