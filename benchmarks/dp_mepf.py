@@ -39,7 +39,7 @@ from sfumato.privacy import Budget, Release, Vault
 BUDGETS = (1.0, 10.0, 0.2, math.inf)
 GREY = ("mnist", "fashion-mnist")
 COLOUR = ("cifar10", "celeba")
-MAIN, OTHERS = (*GREY, "cifar10"), ("celeba", "mednist", "celeba64")
+MAIN, OTHERS = (*GREY, "cifar10"), ("celeba", "mednist")
 LARGER = "resnet18_tinyimagenet"
 PAPER = {"loss": "moving", "network": "mepf", "latent": 90, "hidden": 500}
 MEASURED = 5_000  # images of a snapshot
@@ -61,14 +61,17 @@ def jobs(options: argparse.Namespace) -> list[Job]:
                 found.append({**job, "measures": measures})
 
     for seeds in (1, options.seeds):
-        for names in (MAIN, OTHERS):
-            for epsilon in BUDGETS:
-                add("budget", names, {"epsilon": epsilon}, seeds=seeds)
         for epsilon in BUDGETS:
+            add("budget", MAIN, {"epsilon": epsilon}, seeds=seeds)
+        for epsilon in BUDGETS[:3]:
+            add("budget", OTHERS, {"epsilon": epsilon}, seeds=seeds)
             add("unlabelled", ("cifar10",), {"epsilon": epsilon}, labelled=False, seeds=seeds)
-        for epsilon in BUDGETS[:2]:
+        for epsilon in BUDGETS[1::-1]:
+            add("budget", ("celeba64",), {"epsilon": epsilon}, seeds=seeds)
             add("encoders: resnet18", ("cifar10",), {"epsilon": epsilon, "encoder": LARGER}, seeds=seeds)
             add("stopping", COLOUR, {"epsilon": epsilon}, seeds=seeds)
+        add("budget", OTHERS, {"epsilon": math.inf}, seeds=seeds)
+        add("unlabelled", ("cifar10",), {"epsilon": math.inf}, labelled=False, seeds=seeds)
         for encoder in ("auto", "scattering"):
             add("speed", ("fashion-mnist", "cifar10"), {"epsilon": 1.0, "encoder": encoder}, seeds=seeds)
     add("encoders: scattering", MAIN, {"epsilon": 1.0, "encoder": "scattering"})
@@ -184,7 +187,7 @@ def main() -> None:
     parser = arguments(__doc__)
     tables = ["budget", "unlabelled", "stopping", "speed", "moments", "encoders", "paper"]
     parser.add_argument("--tables", nargs="+", default=tables, choices=tables)
-    parser.add_argument("--data", nargs="+", default=[*MAIN, *OTHERS])
+    parser.add_argument("--data", nargs="+", default=[*MAIN, *OTHERS, "celeba64"])
     parser.add_argument("--classifiers", nargs="+", default=["mlp", "logistic", "small_cnn"])
     options = parser.parse_args()
     rows = known(options.json)
