@@ -230,6 +230,14 @@ def ours(images: ImageSet, clock: Clock, *, plain_floats: bool = False, **params
     return Timing(clock.steps_per_second(), len(images) / clock.seconds, clock.results[0] / sizes[:, None])
 
 
+def channels_first(means: torch.Tensor, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+    """Our order of activations, places first, to theirs."""
+    parts = means.split([math.prod(shape) for shape in shapes], 1)
+    return torch.cat(
+        [p.view(-1, h, w, c).permute(0, 3, 1, 2).flatten(1) for p, (c, h, w) in zip(parts, shapes, strict=True)], 1
+    )
+
+
 def random_weights(network: str, folder: Path) -> Path:
     """A file of weights that nobody trained, as large as activations like them (He et al. 2015)."""
     torch.manual_seed(0)
@@ -306,7 +314,8 @@ def main() -> None:
             add("ours, exact noise", ours(images, clock(), secure=True, **paper))
         exact = {**PAPER, "epsilon": math.inf, "moments": 1, "encoder": str(vgg)}
         first = authors(theirs, images, vgg, 1, Clock(device, 0, 1)).means
-        difference = ours(images, Clock(device, 0, 1), plain_floats=True, **exact).means - first
+        mine = ours(images, Clock(device, 0, 1), plain_floats=True, **exact).means
+        difference = channels_first(mine, load_perceptual(vgg).shapes(images.shape)) - first
 
     rows = {}
     for name, some in timings.items():

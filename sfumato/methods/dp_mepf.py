@@ -45,8 +45,7 @@ STOPPING = 10.0  # noise of the last layer's moments over that of all layers': t
 LARGEST_SIDE = 128
 LEAST_PER_CLASS = 4  # generated images of a class in a step
 SNAPSHOT_BATCHES = 10  # of images, on which the distance of a snapshot is measured
-LOSSES = ("square", "averaged", "moving")
-MEMORY = 0.9  # of the average over earlier batches
+LOSSES = ("square", "moving")
 LAYERS = ("balanced", "paper")
 NO_WEIGHTS, PRIVATE = "scattering", "dp"
 ENCODER_SAMPLING = 0.1  # part of the images in a gradient of a private encoder
@@ -155,12 +154,7 @@ class PerceptualEmbedding(GeneratorMethod):
         nearest: Nearest | None,
     ) -> None:
         each = max(LEAST_PER_CLASS, self.batch_size // len(public.classes))
-        kinds: dict[str, Callable[[], Matching]] = {
-            "square": lambda: Square(means, shares),
-            "averaged": lambda: Averaged(means, shares),
-            "moving": lambda: Moving(means, shares, self.moving_rate),
-        }
-        matching = kinds[self.loss]()
+        matching = Matching(means, shares, self.moving_rate if self.loss == "moving" else None)
 
         def loss(images: torch.Tensor) -> torch.Tensor:
             maps = embedding.maps(images)
@@ -238,64 +232,28 @@ class Embedding:
 
 
 class Matching:
-    """The squared distance between means that are wanted and generated ones, over moments, as a loss."""
+    """The squared distance between means that are wanted and generated ones, over moments, as a loss.
 
-    def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor) -> None:
+    With a `rate`, the loss of GFMN: a vector `a` follows the difference, by Adam on their mean squared error, and the
+    generator goes down <a, difference>. What one batch says of the difference is noise; `a` remembers many.
+    """
+
+    def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor, rate: float | None) -> None:
         self._wanted, self._shares = wanted, shares
+        self._follow = [torch.zeros_like(mean) for mean in wanted if rate]
+        on_gpu = shares.device.type == "cuda"
+        self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu) if rate else None
 
     def __call__(self, made: list[torch.Tensor], count: int) -> torch.Tensor:
         """`made`: means for each moment, [classes, features], over `count` images of each class."""
         means = [self._shares * mean for mean in made]
-        return torch.stack(self._losses(means, count)).sum()
-
-    def _losses(self, means: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-
-class Square(Matching):
-    """The distance itself, unbiased in the batch."""
-
-    def _losses(self, means: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-        return [distance(mean, wanted, count) for mean, wanted in zip(means, self._wanted, strict=True)]
-
-
-class Averaged(Matching):
-    """Its slope, along a difference in which the generated mean is an average over the batches before this one.
-
-    Most of what one batch says of the difference is chance; ten say more, and the generator has moved little since.
-    """
-
-    def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor) -> None:
-        super().__init__(wanted, shares)
-        self._kept = [torch.zeros_like(mean) for mean in wanted]
-        self._weight = torch.full((), 1e-6, device=shares.device)
-
-    def _losses(self, means: list[torch.Tensor], count: int) -> list[torch.Tensor]:  # noqa: ARG002
-        losses = []
-        for kept, mean, wanted in zip(self._kept, means, self._wanted, strict=True):
-            losses.append(2 * ((kept / self._weight - wanted) * mean).sum())
-            kept.lerp_(mean.detach(), 1 - MEMORY)
-        self._weight.lerp_(torch.ones_like(self._weight), 1 - MEMORY)
-        return losses
-
-
-class Moving(Matching):
-    """The loss of GFMN: a vector `a` follows the difference, by Adam on their mean squared error, and the generator
-    goes down <a, difference>. What one batch says of the difference is noise; `a` remembers many.
-    """
-
-    def __init__(self, wanted: list[torch.Tensor], shares: torch.Tensor, rate: float) -> None:
-        super().__init__(wanted, shares)
-        self._follow = [torch.zeros_like(mean) for mean in wanted]
-        on_gpu = shares.device.type == "cuda"
-        self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu)
-
-    def _losses(self, means: list[torch.Tensor], count: int) -> list[torch.Tensor]:  # noqa: ARG002
+        if self._adam is None:
+            return torch.stack([distance(m, w, count) for m, w in zip(means, self._wanted, strict=True)]).sum()
         differences = [wanted - mean for wanted, mean in zip(self._wanted, means, strict=True)]
         for a, difference in zip(self._follow, differences, strict=True):
             a.grad = 2 * (a - difference.detach()) / a.shape[1]
         self._adam.step()
-        return [(a * difference).sum() for a, difference in zip(self._follow, differences, strict=True)]
+        return torch.stack([(a * d).sum() for a, d in zip(self._follow, differences, strict=True)]).sum()
 
 
 class Nearest:

@@ -27,16 +27,14 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, grad
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
 from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Watched, failed, kind_of
@@ -122,9 +120,12 @@ class Gradients:
         return shapes, type(self._whole.model), code, self.classes, self._views, self._precision
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where in memory the network is: a recording reads it there."""
-        return tuple(tensor.data_ptr() for tensor in self._state().values())
+    def frozen(self) -> tuple[Any, ...]:
+        """What a recording has taken for good: the loss, bounds, rules, and where in memory the network is."""
+        loss = self._whole.loss
+        which = id(getattr(loss, "__func__", loss)), id(getattr(loss, "__self__", None))
+        bounds = tuple((bound, *names) for bound, names in self.groups)
+        return which, bounds, self.calls, tuple(tensor.data_ptr() for tensor in self._state().values())
 
     def try_out(self, inputs: Sequence[torch.Tensor]) -> None:
         """Finds rules for a loss that is new, and tells its author of mistakes: as `Rows._row_shape` does for features.
@@ -166,26 +167,24 @@ class Gradients:
         """
         total = torch.zeros(self.lanes, self.parameters, dtype=torch.float64, device=self._device)
         changed = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self.recorded is not None and self.recorded.groups != self.groups:
+            raise RuntimeError("a recording clips to other bounds than are asked for")
         first, failure = None, ""
-        for inputs, present, place in batches:
-            try:
-                part, norms, losses = (self.recorded or self.clipped)(inputs, present)
-            except Exception as error:
-                failure = kind_of(error)
-            if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
-                raise failed("the loss", failure)
-            total += part
-            witness = norms[:, place], losses[:, place].double()
-            first = witness if first is None else first
-            for now, then in zip(witness, first, strict=True):  # each by its own scale
-                changed = torch.maximum(changed, (now - then).abs().max() / then.abs().max().clamp_min(1e-30))
+        steady = False
         try:
-            steady = bool(changed <= self.margin)  # after the last batch, when nothing has left yet
-        except Exception as error:  # a device tells of what failed on it only when it is waited for
-            steady, failure = False, kind_of(error)
-        if failure:
+            for inputs, present, place in batches:
+                part, norms, losses = (self.recorded or self.clipped)(inputs, present)
+                total += part
+                witness = norms[:, place], losses[:, place].double()
+                first = witness if first is None else first
+                for now, then in zip(witness, first, strict=True):  # each by its own scale
+                    changed = torch.maximum(changed, (now - then).abs().max() / then.abs().max().clamp_min(1e-30))
+            steady = bool(changed <= self.margin)  # a device tells of what failed on it when it is waited for: here
+        except Exception as error:
+            failure = kind_of(error)
+        if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
             raise failed("the loss", failure)
-        if not steady:
+        if not steady:  # and nothing has left yet
             raise RuntimeError(
                 "the loss gave a public image another gradient in a later batch: it changes from call to call, and how "
                 "often it is called depends on how many images there are. What was paid for this sum is spent"
@@ -335,8 +334,7 @@ class Gradients:
             (slopes, tapped), (mean, given) = grad(value, (0, 1), has_aux=True)(direct, zeros)
             return slopes, tapped, given, mean
 
-        holding = nullcontext() if self.held is None else Held(self.held)
-        with torch.no_grad(), Watched(), holding, _repeatable(self._device):
+        with torch.no_grad(), Watched(self.held), _repeatable(self._device):
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
             slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
         parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
@@ -392,54 +390,55 @@ def _stir(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Recorded:
-    """`Gradients.clipped` for batches of one shape, as a CUDA graph: one launch in place of a thousand.
+    """`Gradients.clipped` for batches of `size` records, as a CUDA graph: one launch in place of a thousand.
 
     Guarantee: that of `clipped`, for what is replayed is what it does. The loss runs when it is recorded, on public
-    images and under `torch.vmap`; on private ones none of its code runs any more, only these operations. What they read
-    beside a batch is held here, so that no other tensor, with private numbers, ever comes to lie there.
+    images and under `torch.vmap`, each time on another number of them, so that what it kept does not fit; on private
+    images none of its code runs any more, only these operations. What they read beside a batch is held here, so that no
+    other tensor, with private numbers, ever comes to lie there. A replay is compared with a plain call before it is
+    trusted.
     """
 
-    def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor]) -> None:
-        self._inputs = [part.clone() for part in inputs]
-        self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
+    def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor], size: int) -> None:
+        self.groups, self._loss = engine.groups, engine._whole.loss
+        self._device, self._turn = inputs[0].device, threading.Lock()
+        self._inputs = [part[:, :size].clone() for part in inputs]
+        self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)[:, :size].clone()
+        self._held = engine.held = list(engine._state().values())
+        try:
+            with torch.cuda.device(self._device):
+                self._record(engine, inputs, size)
+        finally:
+            engine.held = None
+        turned = [part.flip(1) for part in self._inputs]
+        some = torch.arange(size, device=self._device).expand_as(self._present) % 2 == 0
+        for mine, plain in zip(self(turned, some), engine.clipped(turned, some), strict=True):
+            if not torch.allclose(mine, plain, 0.0, MARGIN * float(plain.abs().max())):
+                raise RuntimeError("a replay gives something else than a plain call")
+
+    def _record(self, engine: Gradients, inputs: Sequence[torch.Tensor], size: int) -> None:
         here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
-            for _ in range(RECORD_AFTER):
-                engine.clipped(self._inputs, self._present)
+            for more in range(1, RECORD_AFTER + 1):
+                there = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)[:, : size + more]
+                engine.clipped([part[:, : size + more] for part in inputs], there)
         here.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        engine.held = self._held = list(engine._state().values())
-        with torch.cuda.graph(self._graph, stream=stream):
+        with torch.cuda.stream(here), torch.cuda.graph(self._graph, stream=stream):
             self._result = engine.clipped(self._inputs, self._present)
-        engine.held = None
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], present: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for mine, given in zip((*self._inputs, self._present), (*inputs, present), strict=True):
-            if mine.shape != given.shape:
-                raise RuntimeError("a recording is for batches of one shape")
-            mine.copy_(given)
-        self._graph.replay()
-        total, norms, losses = self._result
-        return total.clone(), norms.clone(), losses.clone()  # the next replay overwrites them
-
-
-class Held(TorchFunctionMode):
-    """Holds all tensors that operations read, but for those under `vmap`, which they make themselves."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for given in tree_leaves((args, kwargs)):
-            if isinstance(given, torch.Tensor) and not is_functorch_wrapped_tensor(given):
-                self.tensors.append(given)
-        return func(*args, **(kwargs or {}))
+        with self._turn, torch.cuda.device(self._device):
+            for mine, given in zip((*self._inputs, self._present), (*inputs, present), strict=True):
+                if mine.shape != given.shape:
+                    raise RuntimeError("a recording is for batches of one shape")
+                mine.copy_(given)
+            self._graph.replay()
+            total, norms, losses = self._result
+            return total.clone(), norms.clone(), losses.clone()  # the next replay overwrites them
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:

@@ -10,10 +10,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
+from torch._functorch.autograd_function import custom_function_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sfumato.privacy.sampling import shuffled, standard_normals
 
@@ -55,15 +59,27 @@ class Watched(TorchFunctionMode):
     """Notes an operation that fails, whether or not whoever called it catches the error.
 
     Guarantee: an operation can fail on one image of a batch only, and what is done about it is done to all of them. So
-    that it failed is not kept from the vault: it raises `OperationFailed` on the way out.
+    that it failed is not kept from the vault: it raises `OperationFailed` on the way out. Operations are watched where
+    they are called and, `Below`, where they are carried out: those of derivatives and of functions in functions, too.
+    Rules of others for `torch.vmap` are refused: they are given all images at once.
     """
 
-    failed = ""
+    def __init__(self, held: list[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.failed = ""
+        self._below = Below(held)
+
+    def __enter__(self) -> Self:
+        self._below.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
+            if func is custom_function_call and not _rows_stay_apart(args[0]):
+                raise RuntimeError(f"{args[0].__name__} has its own rule for vmap; set generate_vmap_rule = True")
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.failed = self.failed or type(error).__name__
@@ -71,8 +87,48 @@ class Watched(TorchFunctionMode):
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
-        if self.failed:
-            raise OperationFailed(self.failed, details[1]) from None
+        self._below.__exit__(*details)  # type: ignore[no-untyped-call]
+        if failed := self.failed or self._below.failed:
+            raise OperationFailed(failed, details[1]) from None
+
+
+class Below(TorchDispatchMode):
+    """Notes an operation that fails as it is carried out.
+
+    If asked for, it holds all tensors that operations read and that none of them made.
+    """
+
+    def __init__(self, held: list[torch.Tensor] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.failed = ""
+        self._held, self._made = held, set[StorageWeakRef]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            made = func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.failed = self.failed or type(error).__name__
+            raise
+        if self._held is not None:
+            given = {_storage(tensor): tensor for tensor in _tensors((args, kwargs))}
+            self._held += [tensor for storage, tensor in given.items() if storage not in self._made]
+            self._made |= {_storage(tensor) for tensor in _tensors(made)} - given.keys()
+        return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _rows_stay_apart(function: Any) -> bool:
+    """Whether PyTorch makes the rule for vmap, or this package has written it."""
+    return bool(function.generate_vmap_rule) or function.__module__.startswith("sfumato.")
 
 
 def kind_of(error: Exception) -> str:
@@ -207,15 +263,22 @@ class Rows:
             labels = self._labels_of(index) if with_labels else None
             try:
                 rows, witness = self._apply(feature, self._batch(index), labels, turn, number)
+                first = witness if first is None else first
+                apart, length = (torch.linalg.vector_norm(t.double()) for t in (witness - first, first))
+                changed = torch.maximum(changed, apart / length.clamp_min(1e-30))
             except Exception as error:
                 failure = kind_of(error)
             if failure:  # raised here, where the error is forgotten: it would be kept as the context otherwise
                 raise failed("the feature map", failure)
-            first = witness if first is None else first
-            apart, length = (torch.linalg.vector_norm(t.double()) for t in (witness - first, first))
-            changed = torch.maximum(changed, apart / length.clamp_min(1e-30))
             yield index, rows
-        if not changed <= PLACE_MARGIN:  # after the last batch, when nothing has left yet
+        steady = False
+        try:
+            steady = bool(changed <= PLACE_MARGIN)  # after the last batch, when nothing has left yet
+        except Exception as error:  # a device tells of what failed on it only when it is waited for
+            failure = kind_of(error)
+        if failure:
+            raise failed("the feature map", failure)
+        if not steady:
             raise RuntimeError(
                 "the feature map gave a public image another row in a later batch: it changes from call to call, and "
                 "how often it is called depends on how many images there are. What was paid for this sum is spent"

@@ -35,7 +35,7 @@ from torch import nn
 
 from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
-from sfumato.privacy.gradients import Gradients, Loss, Recorded
+from sfumato.privacy.gradients import RECORD_AFTER, Gradients, Loss, Recorded
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
 from sfumato.privacy.rows import PLACE_MARGIN, FailedOnPrivate, Feature, Records, Rows
@@ -197,7 +197,7 @@ class Vault(Rows):
             engine.try_out(self._public_inputs(engine.lanes, with_labels, views, draws))
             self._rules[release] = engine.structure, engine.calls
         engine.calls = self._rules[release][1]
-        if record and self.device.type == "cuda":
+        if record and self._replays:
             engine.recorded = self._recording(release, engine, records, with_labels, views, draws)
         self._charge(planned)
         given = (by_class, records, with_labels, views, draws, engine.recorded is None)
@@ -206,6 +206,11 @@ class Vault(Rows):
         radius = engine.radius * (1 + self._passes * engine.margin + engine.rounding(records))
         return engine.named(self._noised(planned, exact, radius, False).detach().float())
 
+    @property
+    def _replays(self) -> bool:
+        """Whether there are recordings on this device."""
+        return self.device.type == "cuda"
+
     def _recording(
         self, release: str, engine: Gradients, records: int, with_labels: bool, views: int, draws: int
     ) -> Recorded | None:
@@ -213,14 +218,15 @@ class Vault(Rows):
 
         Guarantee: no private record is read.
         """
-        key = (engine.structure, engine.addresses, engine.calls, records, with_labels, views, draws)
+        key = (engine.structure, engine.frozen, records, with_labels, views, draws)
         if self._recordings.get(release, (None,))[0] != key:
             self._recordings.pop(release, None)  # first: it takes memory
             size = self._arrangement(0, 0, records, varied=False)[0]
             tried = self._public_inputs(engine.lanes, with_labels, views, draws)
-            inputs = [part[:, torch.arange(size, device=self.device) % part.shape[1]] for part in tried]
+            chosen = torch.arange(size + RECORD_AFTER, device=self.device)
+            inputs = [part[:, chosen % part.shape[1]] for part in tried]
             try:
-                recorded: Recorded | None = Recorded(engine, inputs)
+                recorded: Recorded | None = Recorded(engine, inputs, size)
             except RuntimeError as error:
                 warnings.warn(f"this loss cannot be recorded, so that it is slower: {error}", stacklevel=3)
                 recorded = None

@@ -19,7 +19,7 @@ from sfumato.methods.check import check_synthesizer
 from sfumato.methods.dp_mepf import (
     CONFIDENCE,
     Embedding,
-    Moving,
+    Matching,
     Nearest,
     PerceptualEmbedding,
     distance,
@@ -284,7 +284,7 @@ def test_the_square_loss_is_unbiased() -> None:
 
 def test_the_moving_average_follows_the_difference() -> None:
     wanted, shares = [torch.full((2, 3), 0.4)], torch.tensor([[0.5], [0.5]])
-    matching = Moving(wanted, shares, rate=0.01)
+    matching = Matching(wanted, shares, rate=0.01)
     rows = torch.full((2, 4, 3), 0.2, requires_grad=True)
     for _ in range(300):
         loss = matching([rows.mean(1)], 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import traceback
@@ -710,17 +711,134 @@ def test_what_a_loss_says_of_private_images_is_not_passed_on() -> None:
 # -- recordings, on a GPU ---------------------------------------------------------------------------------------
 
 
+class Frozen:
+    """What a recording is, without a GPU: the engine as it was."""
+
+    def __init__(self, engine: Gradients, inputs: list[torch.Tensor], size: int) -> None:
+        self.groups, self._engine = engine.groups, copy.copy(engine)
+        self._shapes = [part[:, :size].shape for part in inputs]
+
+    def __call__(self, inputs: list[torch.Tensor], present: torch.Tensor) -> Any:
+        assert [part.shape for part in inputs] == self._shapes
+        return self._engine.clipped(inputs, present)
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Recorded", Frozen)
+    monkeypatch.setattr(Vault, "_replays", True)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_another_bound_is_another_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound that clips is the one that the noise is for."""
+    model = network()
+    with recorded(monkeypatch) as seen:
+        vault = Vault(records(), Budget(1), [Release("g", 5)])
+        for bound in (10.0, 0.1, 0.1):
+            vault.gradient(model, squares, release="g", bound=bound, record=True)
+        kept = vault._recordings["g"][1]
+        vault.gradient(model, squares, release="g", bound=0.1, record=True)
+        assert vault._recordings["g"][1] is kept
+        vault.gradient(model, lambda net, x: squares(net, x), release="g", bound=0.1, record=True)
+        assert vault._recordings["g"][1] is not kept
+    assert [radius for _, radius in seen] == pytest.approx([10, *[0.1] * 4], rel=0.02)
+    for total, radius in seen[1:]:
+        assert float(total.norm()) <= len(records().images) * radius
+
+
+@pytest.mark.usefixtures("frozen")
+def test_a_recording_is_for_batches_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    for record in (False, True):
+        with recorded(monkeypatch) as seen:
+            vault = Vault(records(), Budget(1), [Release("g", 5)])
+            vault.gradient(network(), squares, release="g", bound=0.5, at_once=7, record=record)
+        sums.append(seen[0][0])
+    assert torch.allclose(sums[0], sums[1], atol=1e-5)
+
+
+class Scaled(torch.autograd.Function):
+    generate_vmap_rule = True
+    by = torch.full((1,), 2.0)
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * Scaled.by
+
+
 def test_what_a_loss_reads_is_held_for_a_recording() -> None:
     table = torch.rand(1, 4)
 
     def loss(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return (model(images) - table).square().sum(1)
+        made: torch.Tensor = Scaled.apply(model(images))  # type: ignore[no-untyped-call]
+        return (made - table).square().sum(1)
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     engine = Gradients(model, loss, 1.0, classes=None, views=1, precision=torch.float32, device=torch.device("cpu"))
     engine.held = []
     engine._parts([torch.rand(1, 5, 1, 8, 8)])
-    assert any(tensor is table for tensor in engine.held)
+    for tensor in (table, Scaled.by):
+        assert any(held.data_ptr() == tensor.data_ptr() for held in engine.held)
+    assert len({held.data_ptr() for held in engine.held}) < 10  # and not all that it makes
+
+
+class Sly(torch.autograd.Function):
+    """Its backward pass catches an operation that fails on one image, and does something else to all."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(made: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        return made.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (images,) = ctx.saved_tensors
+        try:
+            torch.linalg.cholesky(images.mean((1, 2, 3)).view(-1, 1, 1) + 1)
+        except RuntimeError:
+            return -gradient, None
+        return gradient, None
+
+
+def test_an_error_that_is_caught_in_a_backward_pass_is_noticed() -> None:
+    def loss(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = Sly.apply(model(images), images)  # type: ignore[no-untyped-call]
+        return made.square().sum(1)
+
+    images = torch.rand(9, 1, 8, 8)
+    images[4] = -1.5
+    vault = Vault(Floats(images, torch.arange(9) % 3), Budget(1), [Release("g", 5)])
+    with pytest.raises(RuntimeError, match="failed on private images"):
+        vault.gradient(small(), loss, release="g", bound=1.0)
+    assert vault.ledger.void
+
+
+def test_a_device_that_fails_later_voids_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    vault = Vault(records(), Budget(1), [Release("g", 5)])
+    seated = Vault._seated
+
+    def late(self: Vault, *args: Any) -> Iterator[Any]:
+        yield next(seated(self, *args))
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(Vault, "_seated", late)
+    with pytest.raises(RuntimeError, match="failed on private images"):
+        vault.gradient(network(), squares, release="g", bound=1.0, at_once=5)
+    assert vault.ledger.void
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -976,3 +976,48 @@ def test_too_little_memory_tells_nothing(few_digits: ImageSet) -> None:
         vault.sum(greedy, release="r", bound=1.0)
     assert "123.25" not in str(caught.value)
     assert Certificate.from_ledger(vault.ledger).guarantee != "none"
+
+
+class BatchWide(torch.autograd.Function):
+    """With a rule for vmap of its own, which is given all images."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
+        return torch.ones_like(x) * torch.where((x.flatten(1).mean(1) < -0.9).any(), -1.0, 1.0), 0
+
+
+class Caught(torch.autograd.Function):
+    """Catches an operation that fails on one image, out of sight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.linalg.cholesky(x.mean((1, 2, 3)).view(-1, 1, 1) + 0.9)[:, 0]
+        except RuntimeError:
+            return x.flatten(1)[:, :1] * 0 - 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+def test_functions_hide_nothing_from_the_vault() -> None:
+    images = torch.rand(9, 1, 4, 4)
+    images[3] = -1
+    vault = Vault(Floats(images, None, ("a",)), Budget(1), [Release("r", 5)])
+    with pytest.raises(ValueError, match="rule for vmap"):
+        vault.sum(lambda x: BatchWide.apply(x).flatten(1), release="r", bound=1.0)  # type: ignore[no-untyped-call]
+    assert not vault.ledger.void
+    with pytest.raises(RuntimeError, match="failed on private images"):
+        vault.sum(Caught.apply, release="r", bound=1.0)
+    assert vault.ledger.void
