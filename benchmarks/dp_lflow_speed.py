@@ -34,7 +34,7 @@ from sfumato.data import ImageSet
 
 WARM_UP = 1  # steps of the authors' program
 BATCH = 500
-PAPER = {"code": 20, "width": 32, "couplings": 9, "hidden": 200, "lessons": 0}
+PAPER = {"code": 20, "width": 32, "couplings": 9, "hidden": 200, "lessons": 0, "warm": "none"}
 OPTIONS = (
     "--dataset mnist --ae_lr 0.01 --nf_lr 0.005 --code_length 20 --ae_h 64 --nf_h 200 --num_blocks 9 --grad_clip 0.1 "
     f"--log_step 1000000 --batch_size {BATCH} --noise 1.25 --select 0"

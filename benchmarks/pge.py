@@ -36,7 +36,7 @@ from sfumato.methods.pge import GradientEstimation
 BUDGETS = (10.0, 1.0)
 GREY, FACES = ("mnist", "fashion-mnist"), ("celeba", "celeba64")
 DATA = (*GREY, *FACES, "celeba256")
-WARM = {"warm": "dp-kernel", "learning_rate": 3e-4}
+WARM = {"warm": "dp-kernel", "warm_share": 0.8, "sampling_prob": 0.1, "steps": 60, "learning_rate": 1e-4}
 PUBLISHED = {"form": "published", "steps": 10_000}
 RESIDUAL = {"residual": "small_cifar10"}
 LARGE = {"autoencoder": "taef2", "width": 64, "sampling_prob": 0.2, "views": 4}
@@ -56,7 +56,7 @@ SWEEP: dict[str, dict[str, Any]] = {
     "cold": {},
     "warm, two thirds of the budget": {**WARM, "warm_share": 0.67},
     "warm, a third of the budget": {**WARM, "warm_share": 0.33},
-    "warm, rate 1e-4": {**WARM, "learning_rate": 1e-4},
+    "warm, rate 3e-4": {**WARM, "learning_rate": 3e-4},
     "warm, rate 1e-3": {**WARM, "learning_rate": 1e-3},
     "warm, width 64": {**WARM, "width": 64},
     "warm, 200 steps": {**WARM, "steps": 200},

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, cast
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,13 +22,25 @@ import sfumato as sf
 from sfumato.data import DataError, DataWarning, contact_sheet, find_named, get_named, named_sets
 from sfumato.data.atomic import replacing
 from sfumato.demo import free_folder, run_demo
-from sfumato.evaluate import Detection, compare, detect, detect_each, least_likely, measure_private, summary
+from sfumato.evaluate import compare, detect, detect_each, least_likely, measure_private
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import DEFAULT
-from sfumato.privacy.accounting import Plan, Release, bounds, least
+from sfumato.printing import (
+    err,
+    out,
+    plan_dict,
+    print_comparison,
+    print_detections,
+    print_json,
+    print_plan,
+    print_synthesis,
+    print_warnings,
+    promise,
+)
+from sfumato.privacy.accounting import Release, bounds, least
 from sfumato.privacy.budget import Adjacency, Budget
 from sfumato.progress import bar
-from sfumato.synth import Synthesis, check_output, synthesize
+from sfumato.synth import check_output, synthesize
 
 app = typer.Typer(
     help="Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check.",
@@ -39,9 +50,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-out = Console()
-err = Console(stderr=True)
-
 Data = Annotated[
     str, typer.Argument(help="Folder, .npz, .parquet, .tar, IDX or CIFAR files, or a name (sfumato data list).")
 ]
@@ -72,7 +80,7 @@ def methods(as_json: Json = False) -> None:
     """What there is."""
     infos = sf.list_methods()
     if as_json:
-        return _print_json([vars(info) for info in infos])
+        return print_json([vars(info) for info in infos])
     table = Table("key", "what it does", "guarantee", "paper")
     for info in infos:
         table.add_row(info.key, info.summary, info.guarantee, info.paper)
@@ -100,8 +108,8 @@ def plan(
     public = model.public_facts(images)
     planned, notes = model.plan(public), model.explain_plan(public)
     if as_json:
-        return _print_json({**_plan_dict(planned), "notes": notes})
-    _print_plan(planned)
+        return print_json({**plan_dict(planned), "notes": notes})
+    print_plan(planned)
     for note in notes:
         out.print(escape(note), soft_wrap=True)
 
@@ -133,8 +141,8 @@ def fit(
         model.fit(images, run_dir=target, resume=resume)
     certificate = model.certificate_
     if as_json:
-        return _print_json({"run": str(target), "epsilon": certificate.epsilon, "guarantee": certificate.guarantee})
-    out.print(f"{_promise(certificate)}\nmodel and certificate are in {escape(str(target))}")
+        return print_json({"run": str(target), "epsilon": certificate.epsilon, "guarantee": certificate.guarantee})
+    out.print(f"{promise(certificate)}\nmodel and certificate are in {escape(str(target))}")
 
 
 @app.command(
@@ -160,7 +168,7 @@ def sample(
     number = number or min(1000, most // (len(model.public_.classes) if label else 1))
     images = model.sample(number, labels=label, seed=seed, **_assignments(params))
     written = sf.save_images(images, target, overwrite=overwrite)
-    _print_json({"out": str(written), "images": len(images)}) if as_json else out.print(
+    print_json({"out": str(written), "images": len(images)}) if as_json else out.print(
         f"{len(images)} images in {escape(str(written))}"
     )
 
@@ -195,7 +203,7 @@ def synth(
     held_out = None if test is None else _load_like(test, images.shape, "test", unlabelled, on_error)
     with _resumable():
         result = synthesize(model, images, target, number=number, test=held_out, resume=resume)
-    _print_json(result.to_dict()) if as_json else _print_synthesis(result)
+    print_json(result.to_dict()) if as_json else print_synthesis(result)
 
 
 @app.command(
@@ -228,13 +236,13 @@ def evaluate(
         if train is not None:
             private = (target.parent if target is not None else Path()) / "private"
             measure_private(next(iter(loaded.values())), _load_like(train, shape, "train", unlabelled), private)
-    _print_warnings(caught)
+    print_warnings(caught)
     if target is not None:
         with replacing(target, overwrite=True) as partial:
             partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
         for number, images in enumerate(loaded.values(), 1):
             contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
-    _print_json(found) if as_json else _print_comparison(found)
+    print_json(found) if as_json else print_comparison(found)
 
 
 @app.command(
@@ -300,8 +308,8 @@ def ood(
         with replacing(target / "scores.json", overwrite=True) as partial:
             partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
     if as_json:
-        return _print_json(content)
-    _print_detections(found, false_alarms)
+        return print_json(content)
+    print_detections(found, false_alarms)
     if target is not None:
         out.print(f"scores, histogram and the least likely images are in {escape(str(target))}")
 
@@ -332,7 +340,7 @@ def account(
         )
     found = bounds([Release("sum", steps, sampling, noise)], delta, relation)
     if as_json:
-        return _print_json({"noise_multiplier": noise, "epsilon": least(found), "bounds": found, "delta": delta})
+        return print_json({"noise_multiplier": noise, "epsilon": least(found), "bounds": found, "delta": delta})
     out.print(f"noise multiplier [bold]{noise:.5g}[/bold]: epsilon [bold]{least(found):.5g}[/bold] at delta {delta:g}")
     out.print("  " + ", ".join(f"{name} {value:.5g}" for name, value in found.items() if value is not None))
 
@@ -345,9 +353,7 @@ def verify(
     """Recompute epsilon from the events and check every hash; exit status 1 if anything is off."""
     result = sf.verify(certificate / "certificate.json" if certificate.is_dir() else certificate)
     if as_json:
-        _print_json(
-            {"ok": result.ok, "problems": result.problems, "epsilon": result.epsilon, "checked": result.checked}
-        )
+        print_json({"ok": result.ok, "problems": result.problems, "epsilon": result.epsilon, "checked": result.checked})
     elif result.ok:
         word = f"epsilon {result.epsilon:.4f}" if result.epsilon is not None else "guarantee: none"
         out.print(f"[green]holds[/green]: {word}; checked {', '.join(result.checked)}")
@@ -366,7 +372,7 @@ def data_list(as_json: Json = False) -> None:
     """The names, and which are here."""
     found = {info.name: find_named(info.name) for info in named_sets()}
     if as_json:
-        return _print_json(
+        return print_json(
             [
                 {"name": i.name, "what": i.description, "found": found[i.name] and str(found[i.name])}
                 for i in named_sets()
@@ -385,7 +391,7 @@ def data_get(
 ) -> None:
     """Fetch a named set into the cache."""
     path = get_named(name, target)
-    _print_json({"path": str(path)}) if as_json else out.print(escape(str(path)))
+    print_json({"path": str(path)}) if as_json else out.print(escape(str(path)))
 
 
 @app.command()
@@ -398,7 +404,7 @@ def demo(
 ) -> None:
     """Real images, a few minutes on two cores: a picture, a certificate, an accuracy."""
     result = run_demo(target or free_folder(), epsilon)
-    _print_json(result.to_dict()) if as_json else _print_synthesis(result)
+    print_json(result.to_dict()) if as_json else print_synthesis(result)
 
 
 def _create(method: str, params: list[str] | None, **fixed: Any) -> Synthesizer:
@@ -433,7 +439,7 @@ def _load(source: str, size: int | None, mode: str | None, split: str, unlabelle
             on_error=cast(Literal["raise", "skip"], on_error),
             progress=advance,
         )
-    _print_warnings(caught)
+    print_warnings(caught)
     return images
 
 
@@ -449,80 +455,6 @@ def _load_synthetic(source: str, unlabelled: bool) -> sf.ImageSet:
     """A synthetic set; of a folder that `synth` made, its images."""
     inside = Path(source) / "images.npz"
     return _load(str(inside) if inside.exists() else source, None, None, "train", unlabelled, "raise")
-
-
-def _promise(certificate: sf.Certificate) -> str:
-    if certificate.epsilon is None:
-        return f"[red]guarantee: none[/red] ({escape(str(certificate.void))})"
-    return (
-        f"[green]differential privacy[/green]: epsilon {certificate.epsilon:.4f}, delta {certificate.delta:g}, "
-        f"{certificate.adjacency}"
-    )
-
-
-def _plan_dict(planned: Plan) -> dict[str, Any]:
-    releases = [release.to_dict() for release in planned.releases]
-    return {"releases": releases, "bounds": planned.bounds, "epsilon": planned.epsilon, "delta": planned.budget.delta}
-
-
-def _print_plan(planned: Plan) -> None:
-    table = Table("release", "times", "sampling", "noise multiplier", title="to be released; nothing is spent yet")
-    for release in planned.releases:
-        table.add_row(release.name, str(release.times), f"{release.sampling_prob:g}", f"{release.noise:.4f}")
-    out.print(table)
-    budget = planned.budget
-    out.print(f"epsilon {planned.epsilon:.4f} of {budget.epsilon:g} at delta {budget.delta:g}, {budget.adjacency}")
-
-
-def _print_synthesis(result: Synthesis) -> None:
-    folder = escape(str(result.folder))
-    out.print(_promise(result.certificate))
-    if result.accuracy is not None:
-        out.print(f"a small CNN trained on the synthetic images: {result.accuracy} on the test images")
-    out.print(f"look at  {folder}/samples.png\nimages   {folder}/images/ and images.npz ({result.number})")
-    if result.soft_labels:
-        out.print("         soft labels are in images.npz only: a folder of PNG files cannot hold them")
-    out.print(f"check    sfumato verify {folder}/certificate.json")
-
-
-def _print_comparison(found: dict[str, dict[str, Any]]) -> None:
-    """Figures down, sets across: names of measures are long, and sets few."""
-    lines = {name: summary(metrics) for name, metrics in found.items()}
-    table = Table("", *(escape(name) for name in lines))
-    for measure in dict.fromkeys(key for line in lines.values() for key in line):
-        table.add_row(measure, *(line.get(measure, "") for line in lines.values()))
-    out.print(table)
-
-
-def _print_detections(found: dict[str, Detection], false_alarms: float) -> None:
-    table = Table("scored as", "images", "threshold", "flagged", "of inliers", "of outliers", "AUROC")
-    for name, detection in found.items():
-        figures = detection.to_dict()
-        rates = [f"{figures[key]:.1%}" if key in figures else "" for key in ("flagged_inliers", "flagged_outliers")]
-        auroc = "" if detection.auroc is None else f"{detection.auroc:.3f}"
-        share = f"{figures['flagged'] / figures['images']:.1%}"
-        table.add_row(escape(name), str(figures["images"]), f"{figures['threshold']:.4g}", share, *rates, auroc)
-    out.print(table)
-    known = [detection.auroc for detection in found.values() if detection.auroc is not None]
-    if len(known) > 1:
-        out.print(f"average AUROC [bold]{sum(known) / len(known):.3f}[/bold]")
-    out.print(f"threshold: {false_alarms:.1%} of synthetic images are below it")
-
-
-def _print_warnings(caught: list[warnings.WarningMessage]) -> None:
-    for warning in caught:
-        err.print(f"[yellow]warning[/yellow]: {escape(str(warning.message))}", soft_wrap=True)
-
-
-def _print_json(content: Any) -> None:
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    print(json.dumps(finite(content), indent=2, ensure_ascii=False))
 
 
 @contextmanager

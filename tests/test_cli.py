@@ -188,7 +188,9 @@ def test_lists(run: Any) -> None:
     assert any(item["name"] == "digits" and item["found"] for item in json.loads(run("data", "list", "--json")[1]))
 
 
-FLOW = [f"--set={name}" for name in ("steps=20", "code=4", "width=4", "couplings=1", "hidden=8", "lessons=5")]
+FLOW = [
+    f"--set={name}" for name in ("steps=20", "warm=none", "code=4", "width=4", "couplings=1", "hidden=8", "lessons=5")
+]
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.data import ImageSet, PublicFacts
+from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.autoencoder import Decoder, Encoder
@@ -51,6 +51,15 @@ LESSON_BATCH, LESSON_RATE = 128, 2e-3
 LESSON_EMA = 0.998  # average of the weights over lessons
 MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
 PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
+LARGEST_WARM = 64  # pixels a side: what other methods paint
+COLD = {  # options without a warm start
+    "warm": "none",
+    "steps": 300,
+    "sampling_prob": 0.1,
+    "weight": 1.0,
+    "learning_rates": (5e-3, 2e-3, 2e-2),
+    "ema": 0.95,
+}
 VARIANTS = ("partitioned", "conditional")
 SPACES = ("latent", "pixels")
 LIKELIHOODS = ("code", "image")
@@ -71,7 +80,8 @@ class LatentFlow(WarmStart):
     learning_rates: of the autoencoder, of the flow's couplings and of its affine map (few numbers, of about one). ema:
     average of the weights. lessons: batches of random pictures that the initial weights are taught on; 0 leaves them
     random, as the paper has them. warm and what begins with it: of a warm start, as `WarmStart` has them, in place of
-    those lessons; warm_batch: images of each class in a step.
+    those lessons; warm_batch: images of each class in a step. The defaults are for one; without it (`none`) take more
+    steps of smaller samples at higher rates (`COLD`).
 
     What may be changed after `fit`: temperature: standard deviation of the normal numbers that samples are made from.
     sharpness: smooth samples, then sharpen them by that factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
@@ -83,24 +93,32 @@ class LatentFlow(WarmStart):
     paper: ClassVar[str] = "DP-LFlow: Differentially Private Latent Flow (Jiang and Sun, TMLR 2023)"
     summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; scores images, too"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "lessons"})
-    on_cpu: ClassVar[dict[str, Any]] = {"warm_steps": 500, "warm_batch": 64}
+    on_cpu: ClassVar[dict[str, Any]] = {
+        "warm": "dp-merf",
+        "warm_steps": 500,
+        "warm_batch": 64,
+        "steps": 20,
+        "sampling_prob": 0.1,
+    }
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
 
     variant: str = "partitioned"
     space: str = "latent"
-    steps: int = 300
-    sampling_prob: float = 0.1
+    steps: int = 30
+    sampling_prob: float = 0.5
     bounds: tuple[float, float] = (1.0, 1.0)
-    weight: float = 1.0
+    weight: float = 4.0
     jitter: float = 0.3
     views: int = 1
     code: int = 20
     width: int = 16
     couplings: int = 4
     hidden: int = 64
-    learning_rates: tuple[float, float, float] = (5e-3, 2e-3, 2e-2)
-    ema: float = 0.95
+    learning_rates: tuple[float, float, float] = (1e-4, 4e-5, 4e-4)
+    ema: float = 0.8
     lessons: int = 1000
+    warm: str = "dp-kernel"
+    warm_share: float = 0.8
     warm_batch: int = 128
     temperature: float = 1.0
     sharpness: float = 0.0
@@ -120,6 +138,11 @@ class LatentFlow(WarmStart):
         return self
 
     def _releases(self, public: PublicFacts) -> list[Release]:
+        if self.warm != "none" and max(public.shape[1:]) > LARGEST_WARM:
+            raise DataError(
+                f"a warm start is for images of up to {LARGEST_WARM} pixels a side; pass a smaller size (--size), or "
+                "warm=none with more steps (--set warm=none --set steps=300; docs/methods/dp-lflow.md)"
+            )
         return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:

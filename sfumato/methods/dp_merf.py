@@ -117,7 +117,8 @@ class MeanEmbedding(GeneratorMethod):
             loss.backward()
             optimizer.step()
             schedule.step()
-            torch._foreach_lerp_(average, parameters, 1 - self.ema)
+            with torch.no_grad():
+                torch._foreach_lerp_(average, parameters, 1 - self.ema)
 
         with torch.no_grad():
             for parameter, mean in zip(parameters, average, strict=True):

@@ -122,7 +122,8 @@ class Training:
             alike = gradient.stride() == parameter.stride()  # the fused optimizer asks for that
             parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
         self._optimizer.step()
-        torch._foreach_lerp_(list(self.average.parameters()), self._parameters, 1 - self._ema)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), self._parameters, 1 - self._ema)
 
     def averaged(self) -> nn.Module:
         """The average of the weights, with its batch norms' statistics taken afresh."""

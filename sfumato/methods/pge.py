@@ -39,7 +39,7 @@ from sfumato.progress import track
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
 PUBLISHED_BATCH = 256
-AT_ONCE = 4096  # views whose gradients are taken at once, on a GPU
+AT_ONCE = 1024  # views whose gradients are taken at once, on a GPU: ten megabytes each
 FORMS = ("sound", "published")
 OBJECTIVES = ("denoising", "sliced")
 LEAK = (
@@ -85,9 +85,9 @@ class GradientEstimation(WarmStart):
     form: str = "sound"
     network: str = "score"
     objective: str = "denoising"
-    steps: int = 600
+    steps: int = 400
     sampling_prob: float = 0.07
-    views: int = 8
+    views: int = 4
     bound: float = 0.1
     learning_rate: float = 1e-3
     ema: float = 0.99

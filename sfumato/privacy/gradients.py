@@ -27,10 +27,9 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,6 +37,9 @@ from torch.func import functional_call, grad
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
 from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Watched, failed, kind_of
+
+if TYPE_CHECKING:
+    from sfumato.privacy.recording import Recorded
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -48,7 +50,6 @@ LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into flo
 STIR = 0.02
 RULE_MARGIN = 1e-2  # relative, between a layer's gradient by its rule and by differentiation (in TF32, maybe)
 ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
-RECORD_AFTER = 2  # plain calls, on public images
 SPREAD = 4  # on a CPU, patches may take so many times the memory of the maps; else `vmap` has the faster way
 
 
@@ -74,7 +75,7 @@ class Gradients:
         self.classes, self._views = classes, views
         self._device, self._precision = device, precision
         self._apart = device.type == "cpu"  # lanes one by one: side by side they would only be moved about
-        self._whole = _Whole(model, loss)
+        self.loss, self._whole = loss, _Whole(model, loss)
         self.calls: tuple[Call, ...] = ()  # to layers whose gradients are had by rule
         self.recorded: Recorded | None = None
         self.held: list[torch.Tensor] | None = None  # what a loss reads beside images and parameters, if asked for
@@ -115,17 +116,17 @@ class Gradients:
     def structure(self) -> tuple[Any, ...]:
         """All that rules depend on, but for values."""
         shapes = tuple((name, tuple(weight.shape)) for name, weight in self.weights.items())
-        loss = getattr(self._whole.loss, "__func__", self._whole.loss)
+        loss = getattr(self.loss, "__func__", self.loss)
         code = getattr(loss, "__code__", type(loss))  # the same for a lambda that is written in a loop
         return shapes, type(self._whole.model), code, self.classes, self._views, self._precision
 
     @property
     def frozen(self) -> tuple[Any, ...]:
         """What a recording has taken for good: the loss, bounds, rules, and where in memory the network is."""
-        loss = self._whole.loss
+        loss = self.loss
         which = id(getattr(loss, "__func__", loss)), id(getattr(loss, "__self__", None))
         bounds = tuple((bound, *names) for bound, names in self.groups)
-        return which, bounds, self.calls, tuple(tensor.data_ptr() for tensor in self._state().values())
+        return which, bounds, self.calls, tuple(tensor.data_ptr() for tensor in self.state().values())
 
     def try_out(self, inputs: Sequence[torch.Tensor]) -> None:
         """Finds rules for a loss that is new, and tells its author of mistakes: as `Rows._row_shape` does for features.
@@ -291,7 +292,7 @@ class Gradients:
             return losses.unflatten(0, (len(images), self._views)).float().mean(1)  # type: ignore[no-any-return]
 
         with torch.no_grad(), self._cast():
-            losses: torch.Tensor = self._over_lanes(together)(self._state(), *inputs).detach()
+            losses: torch.Tensor = self._over_lanes(together)(self.state(), *inputs).detach()
         return losses
 
     def _pays(self, call: Call) -> bool:
@@ -336,7 +337,7 @@ class Gradients:
 
         with torch.no_grad(), Watched(self.held), _repeatable(self._device):
             batched = torch.vmap(one, in_dims=(None, *(0 for _ in inputs)), randomness="error")
-            slopes, tapped, given, losses = self._over_lanes(batched)(self._state(), *inputs)
+            slopes, tapped, given, losses = self._over_lanes(batched)(self.state(), *inputs)
         parts: dict[str, Part] = {name: Written(slope.detach()) for name, slope in slopes.items()}
         with _precision(self._device, "high" if torch.backends.cudnn.allow_tf32 else "highest"):
             for call, slope, entered in zip(self.calls, tapped, given, strict=True):
@@ -360,7 +361,8 @@ class Gradients:
         views = [image.expand(self._views, *image.shape)]
         return views + [part.expand(self._views) if part.ndim == 0 else part for part in rest]
 
-    def _state(self) -> Tensors:
+    def state(self) -> Tensors:
+        """All that the network holds, by name."""
         return {**self._fixed, **self.weights}
 
     def _call(self, state: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -387,58 +389,6 @@ class _Whole(nn.Module):
 def _stir(weight: torch.Tensor) -> torch.Tensor:
     """Fixed numbers without a pattern that a weight could have."""
     return torch.arange(weight.numel(), dtype=torch.float64).square().sin().to(weight).view(weight.shape)
-
-
-class Recorded:
-    """`Gradients.clipped` for batches of `size` records, as a CUDA graph: one launch in place of a thousand.
-
-    Guarantee: that of `clipped`, for what is replayed is what it does. The loss runs when it is recorded, on public
-    images and under `torch.vmap`, each time on another number of them, so that what it kept does not fit; on private
-    images none of its code runs any more, only these operations. What they read beside a batch is held here, so that no
-    other tensor, with private numbers, ever comes to lie there. A replay is compared with a plain call before it is
-    trusted.
-    """
-
-    def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor], size: int) -> None:
-        self.groups, self._loss = engine.groups, engine._whole.loss
-        self._device, self._turn = inputs[0].device, threading.Lock()
-        self._inputs = [part[:, :size].clone() for part in inputs]
-        self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)[:, :size].clone()
-        self._held = engine.held = list(engine._state().values())
-        try:
-            with torch.cuda.device(self._device):
-                self._record(engine, inputs, size)
-        finally:
-            engine.held = None
-        turned = [part.flip(1) for part in self._inputs]
-        some = torch.arange(size, device=self._device).expand_as(self._present) % 2 == 0
-        for mine, plain in zip(self(turned, some), engine.clipped(turned, some), strict=True):
-            if not torch.allclose(mine, plain, 0.0, MARGIN * float(plain.abs().max())):
-                raise RuntimeError("a replay gives something else than a plain call")
-
-    def _record(self, engine: Gradients, inputs: Sequence[torch.Tensor], size: int) -> None:
-        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            for more in range(1, RECORD_AFTER + 1):
-                there = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)[:, : size + more]
-                engine.clipped([part[:, : size + more] for part in inputs], there)
-        here.wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(here), torch.cuda.graph(self._graph, stream=stream):
-            self._result = engine.clipped(self._inputs, self._present)
-
-    def __call__(
-        self, inputs: Sequence[torch.Tensor], present: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with self._turn, torch.cuda.device(self._device):
-            for mine, given in zip((*self._inputs, self._present), (*inputs, present), strict=True):
-                if mine.shape != given.shape:
-                    raise RuntimeError("a recording is for batches of one shape")
-                mine.copy_(given)
-            self._graph.replay()
-            total, norms, losses = self._result
-            return total.clone(), norms.clone(), losses.clone()  # the next replay overwrites them
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:

@@ -35,9 +35,10 @@ from torch import nn
 
 from sfumato.privacy.accounting import Plan, Release, calibrate
 from sfumato.privacy.budget import Budget, BudgetExceeded
-from sfumato.privacy.gradients import RECORD_AFTER, Gradients, Loss, Recorded
+from sfumato.privacy.gradients import Gradients, Loss
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
+from sfumato.privacy.recording import RECORD_AFTER, Recorded
 from sfumato.privacy.rows import PLACE_MARGIN, FailedOnPrivate, Feature, Records, Rows
 from sfumato.privacy.sampling import poisson_sample
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sfumato.data import DataError, ImageSet
 from sfumato.evaluate import Detection, detect, detect_each, least_likely
-from sfumato.methods.dp_lflow import LatentFlow
+from sfumato.methods.dp_lflow import COLD, LatentFlow
 from sfumato.methods.dp_merf import MeanEmbedding
 
 SMALL: dict[str, Any] = {"code": 6, "width": 8, "couplings": 2, "hidden": 16, "device": "cpu"}
@@ -25,7 +25,8 @@ def model(digits: ImageSet) -> LatentFlow:
     """Fitted on the real digits 0, 1 and 2, without noise: detection is what is tested here."""
     assert digits.labels is not None
     some = digits.subset(digits.labels < 3)
-    return LatentFlow(epsilon=math.inf, steps=150, sampling_prob=0.5, lessons=300, **SMALL).fit(
+    own = {**COLD, "steps": 150, "sampling_prob": 0.5}
+    return LatentFlow(epsilon=math.inf, lessons=300, **own, **SMALL).fit(
         ImageSet(some.images, some.labels, digits.classes[:3])
     )
 

@@ -55,6 +55,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "device": "cpu",
     },
     "dp-lflow": {
+        "warm": "none",
         "steps": 2,
         "sampling_prob": 0.5,
         "code": 3,
