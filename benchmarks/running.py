@@ -40,6 +40,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path(), help="where mednist.npz and celeba.npz are")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job after that")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, required=True)
@@ -68,8 +69,8 @@ def summary(rows: list[Row], group: Group) -> dict[str, dict[str, Any]]:
     for name, some in sorted(groups.items()):
         values = [row["accuracy"] if "accuracy" in row else row["value"] for row in some]
         found[name] = {
-            "mean": round(statistics.fmean(values), 2),
-            "sd": round(statistics.stdev(values), 2) if len(values) > 1 else None,
+            "mean": round(statistics.fmean(values), 3),
+            "sd": round(statistics.stdev(values), 3) if len(values) > 1 else None,
             "seeds": len(values),
             "certified": some[0]["certified"],
         }
@@ -102,7 +103,7 @@ def carry_out(todo: list[Job], rows: list[Row], run: Run, group: Group, options:
 
 
 def _work(waiting: Any, done: Any, run: Run, options: argparse.Namespace, deadline: float) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     try:
         while (job := waiting.get()) is not None and time.time() < deadline:
             done.put(run(job, options))
