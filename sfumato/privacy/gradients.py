@@ -75,7 +75,7 @@ class Gradients:
         self.classes, self._views = classes, views
         self._device, self._precision = device, precision
         self._apart = device.type == "cpu"  # lanes one by one: side by side they would only be moved about
-        self.loss, self._whole = loss, _Whole(model, loss)
+        self.model, self.loss, self._whole = model, loss, _Whole(model, loss)
         self.calls: tuple[Call, ...] = ()  # to layers whose gradients are had by rule
         self.recorded: Recorded | None = None
         self.held: list[torch.Tensor] | None = None  # what a loss reads beside images and parameters, if asked for
@@ -124,9 +124,9 @@ class Gradients:
     def frozen(self) -> tuple[Any, ...]:
         """What a recording has taken for good: the loss, bounds, rules, and where in memory the network is."""
         loss = self.loss
-        which = id(getattr(loss, "__func__", loss)), id(getattr(loss, "__self__", None))
+        which = id(getattr(loss, "__func__", loss)), id(getattr(loss, "__self__", None)), id(self.model)
         bounds = tuple((bound, *names) for bound, names in self.groups)
-        return which, bounds, self.calls, tuple(tensor.data_ptr() for tensor in self.state().values())
+        return which, bounds, self.calls, tuple((t.data_ptr(), t.stride()) for t in self.state().values())
 
     def try_out(self, inputs: Sequence[torch.Tensor]) -> None:
         """Finds rules for a loss that is new, and tells its author of mistakes: as `Rows._row_shape` does for features.

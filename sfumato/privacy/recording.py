@@ -24,7 +24,7 @@ class Recorded:
     """
 
     def __init__(self, engine: Gradients, inputs: Sequence[torch.Tensor], size: int) -> None:
-        self.groups, self._loss = engine.groups, engine.loss
+        self.groups, self._of = engine.groups, (engine.model, engine.loss)  # held, so that none takes their place
         self._device, self._turn = inputs[0].device, threading.Lock()
         self._inputs = [part[:, :size].clone() for part in inputs]
         self._present = torch.ones(inputs[0].shape[:2], dtype=torch.bool, device=self._device)[:, :size].clone()

@@ -30,6 +30,7 @@ REPEAT_MARGIN = 1e-5  # relative, between a row and the same row again
 SIZES = 4  # of batches, times six
 PLAIN = 0.37  # pixels of a public image without anything on it
 BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
+SHOWING = (torch.Tensor.__repr__, torch.Tensor.__format__)
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
 
@@ -80,6 +81,8 @@ class Watched(TorchFunctionMode):
         try:
             if func is custom_function_call and not _rows_stay_apart(args[0]):
                 raise RuntimeError(f"{args[0].__name__} has its own rule for vmap; set generate_vmap_rule = True")
+            if func in SHOWING:
+                raise RuntimeError("images must not be printed, nor what is made of them: that shows the whole batch")
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.failed = self.failed or type(error).__name__
@@ -102,11 +105,14 @@ class Below(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.failed = ""
         self._held, self._made = held, set[StorageWeakRef]()
+        self._device = held[0].device if held else None  # the first is a parameter
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
+            if any(kind is not torch.nn.Parameter for kind in types):
+                raise RuntimeError("a tensor of a kind that computes by itself is given all images at once")
             made = func(*args, **(kwargs or {}))
         except Exception as error:
             self.failed = self.failed or type(error).__name__
@@ -114,7 +120,10 @@ class Below(TorchDispatchMode):
         if self._held is not None:
             given = {_storage(tensor): tensor for tensor in _tensors((args, kwargs))}
             self._held += [tensor for storage, tensor in given.items() if storage not in self._made]
-            self._made |= {_storage(tensor) for tensor in _tensors(made)} - given.keys()
+            lasting = [
+                tensor for tensor in _tensors(made) if tensor.device == self._device
+            ]  # in the graph's own memory
+            self._made |= {_storage(tensor) for tensor in lasting} - given.keys()
         return made
 
 

@@ -1021,3 +1021,11 @@ def test_functions_hide_nothing_from_the_vault() -> None:
     with pytest.raises(RuntimeError, match="failed on private images"):
         vault.sum(Caught.apply, release="r", bound=1.0)
     assert vault.ledger.void
+
+
+def test_images_cannot_be_printed() -> None:
+    """Under vmap a tensor shows the whole batch: a decision, or a log, could hold every image."""
+    vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
+    for show in (repr, str, "{}".format):
+        with pytest.raises(ValueError, match="must not be printed"):
+            vault.sum(lambda x, show=show: x.flatten(1) * len(show(x)), release="r", bound=1.0)
