@@ -8,6 +8,7 @@ public (a benchmark's test split): measuring is a disclosure.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import functional
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.nets.augmentation import draw_augmentation
 from sfumato.nets.classifiers import NETWORKS
+from sfumato.nets.graph import Alone, Graph
 from sfumato.progress import track
 
 LOGISTIC = "logistic"
@@ -43,7 +45,8 @@ class Recipe:
     def optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         if self.condensed:
             return torch.optim.SGD(network.parameters(), 0.01, momentum=0.9, weight_decay=5e-4)
-        return torch.optim.Adam(network.parameters(), 1e-3)
+        on_gpu = next(network.parameters()).device.type == "cuda"
+        return torch.optim.Adam(network.parameters(), 1e-3, capturable=on_gpu)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,15 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
         network = NETWORKS[name](images.shape, len(images.classes)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     size = images.shape[1:]
-    optimizer = recipe.optimizer(network)
+    parameters, optimizer = list(network.parameters()), recipe.optimizer(network)
+
+    def step(_: Alone, batch: torch.Tensor, wanted: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(functional.cross_entropy(network(batch), wanted), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    graphs: dict[int, Graph] = defaultdict(lambda: Graph(step))  # by the size of a batch: the last is smaller
     for epoch in track(recipe.epochs, name):
         if recipe.condensed and epoch == recipe.epochs // 2:
             for group in optimizer.param_groups:
@@ -156,10 +167,9 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
             batch = _unit(pixels[index])
             if recipe.condensed:
                 drawn = draw_augmentation(len(batch), size, generator, flip=recipe.flip, together=True)
-                batch = drawn(batch)
-            optimizer.zero_grad()
-            functional.cross_entropy(network(batch), targets[index]).backward()
-            optimizer.step()
+                step(Alone(), drawn(batch), targets[index])  # its rate changes: that is no graph
+            else:
+                graphs[len(index)](Alone(), batch, targets[index])
     return network.eval()
 
 

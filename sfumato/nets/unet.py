@@ -76,7 +76,7 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.GroupNorm(GROUPS, inputs), nn.GroupNorm(GROUPS, outputs)])
+        self.norms = nn.ModuleList([nn.GroupNorm(GROUPS, inputs), nn.GroupNorm(GROUPS, outputs, affine=False)])
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.told = nn.Linear(context, 2 * outputs)
@@ -85,5 +85,5 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         scale, shift = self.told(context)[:, :, None, None].chunk(2, 1)
         maps = self.norms[1](self.first(functional.silu(self.norms[0](x))))
-        maps = self.second(functional.silu(maps * (1 + scale) + shift))
+        maps = self.second(functional.silu(torch.addcmul(shift, maps, 1 + scale)))
         return cast(torch.Tensor, maps + self.short(x))

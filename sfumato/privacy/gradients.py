@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, vjp
 
 from sfumato.privacy.layers import Call, Part, Taps, Written, by_rule
 from sfumato.privacy.rows import MARGIN, PLACE_MARGIN, REPEAT_MARGIN, Watched, failed, kind_of
@@ -329,10 +329,12 @@ class Gradients:
                     seen[:] = taps.calls
                 elif tuple(taps.calls) != self.calls:
                     raise RuntimeError("a loss must use its layers in the same way each time")
-                mean = losses.float().mean()
-                return mean, (mean, taps.inputs)
+                return losses.float().mean(), taps.inputs
 
-            (slopes, tapped), (mean, given) = grad(value, (0, 1), has_aux=True)(direct, zeros)
+            mean, back, given = vjp(value, direct, zeros, has_aux=True)  # type: ignore[misc]
+            # Fused operations, for nobody differentiates this again; a CPU has none for mixed precision.
+            unfused = self._precision != torch.float32 and self._device.type == "cpu"
+            slopes, tapped = back(torch.ones_like(mean), retain_graph=unfused, create_graph=unfused)
             return slopes, tapped, given, mean
 
         with torch.no_grad(), Watched(self.held), _repeatable(self._device):

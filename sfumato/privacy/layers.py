@@ -74,27 +74,28 @@ class Taps(TorchFunctionMode):
 
 
 class Written:
-    """Gradients as they are, [lanes, n, *shape]."""
+    """Gradients as they are: [lanes, n, *shape], or, by the rows of a kernel, [rows, lanes, n, ..., columns]."""
 
-    def __init__(self, each: torch.Tensor) -> None:
-        self.each = each.float()
+    def __init__(self, each: torch.Tensor, *, by_rows: bool = False) -> None:
+        self.each = (each if by_rows else each[None]).float()
 
     def squares(self) -> torch.Tensor:
-        each = self.each.reshape(*self.each.shape[:2], -1)
-        norms: torch.Tensor = torch.linalg.vector_norm(each, dim=2, dtype=torch.float64)
+        each = self.each.reshape(*self.each.shape[:3], -1)
+        norms: torch.Tensor = torch.linalg.vector_norm(each, dim=(0, 3), dtype=torch.float64)
         return norms.square()
 
     def clear(self, bad: torch.Tensor) -> None:
-        self.each = self.each.masked_fill(_like(bad, self.each), 0)
+        self.each = self.each.masked_fill(_like(bad, self.each[0]), 0)
 
     def total(self, factors: torch.Tensor) -> torch.Tensor:
-        return (factors[:, None] @ self.each.reshape(*self.each.shape[:2], -1))[:, 0]
+        sums = factors[:, None] @ self.each.reshape(*self.each.shape[:3], -1)  # [rows, lanes, 1, numbers]
+        return _whole(sums.view(*sums.shape[:2], *self.each.shape[3:])).reshape(len(factors), -1)
 
     def whole(self) -> torch.Tensor:
-        return self.each
+        return _whole(self.each)
 
     def plus(self, other: Part) -> Part:
-        return Written(self.each + other.whole())
+        return Written(self.whole() + other.whole())
 
 
 class Products:
@@ -141,35 +142,82 @@ Part = Written | Products
 
 def by_rule(call: Call, entered: torch.Tensor, slope: torch.Tensor) -> Iterator[tuple[str, Part]]:
     """A layer's gradients, of its weight and its bias, from what entered it and the slope of what came out."""
+    entered = entered.to(slope.dtype)  # as the layer itself takes it where a network computes with less than float32
     if call.kind == "linear":
         left, right = slope.flatten(2, -2), entered.flatten(2, -2)
-        shape = torch.Size((left.shape[-1], right.shape[-1]))
+        yield call.weight, _products(left, right, torch.Size((left.shape[-1], right.shape[-1])))
         bias = left.sum(2, dtype=torch.float32)
     else:
-        kernel = call.geometry[0]
-        if call.kind == "conv":
-            left, right = _positions(slope), _patches(entered, *call.geometry)
-            shape = torch.Size((slope.shape[3], entered.shape[3], *kernel))
-        else:  # a transposed convolution is a convolution from what comes out to what goes in
-            left, right = _positions(entered), _patches(slope, *call.geometry)
-            shape = torch.Size((entered.shape[3], slope.shape[3], *kernel))
+        # A transposed convolution is a convolution from what comes out to what goes in.
+        ends, begins = (slope, entered) if call.kind == "conv" else (entered, slope)
+        yield call.weight, _convolved(ends, begins, *call.geometry)
         bias = slope.sum((2, 4, 5), dtype=torch.float32)
-    places, p, d = left.shape[2], left.shape[3], right.shape[3]
-    if CHEAPER * places * (p + d) <= p * d:
-        yield call.weight, Products(left, right, shape)
-    else:
-        yield call.weight, Written(_multiplied(left, right, shape))
     if call.bias is not None:
         yield call.bias, Written(bias)
 
 
+def _products(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> Part:
+    """sum_t l_t r_t^T, written down or not: [lanes, n, t, p] and [lanes, n, t, d]."""
+    if _is_cheaper(left.shape[2], shape):
+        return Products(left, right, shape)
+    return Written(_multiplied(left, right, shape))
+
+
+def _is_cheaper(places: int, shape: torch.Size) -> bool:
+    """Whether it costs less to keep products of so many places than to write the gradients down."""
+    p, d = shape[0], shape[1:].numel()
+    return CHEAPER * places * (p + d) <= p * d
+
+
+def _convolved(
+    ends: torch.Tensor,
+    begins: torch.Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> Part:
+    """Of a convolution that leads from `begins` to `ends`, [lanes, n, views, channels, H, W]."""
+    lanes, n, views, outputs, height, width = ends.shape
+    inputs = begins.shape[3]
+    shape = torch.Size((outputs, inputs, *kernel))
+    if stride != (1, 1) or kernel[0] == 1 or _is_cheaper(views * height * width, shape):
+        return _products(_positions(ends), _patches(begins, kernel, stride, padding, dilation), shape)
+    # Copies for each column of the kernel; its rows only begin later in them. At the ends of lines and maps, where one
+    # would look into the next, slopes are zero. Lines are so long that a device likes where they begin.
+    line = 16 // ends.element_size()
+    across = -(-width // line) * line
+    begins = functional.pad(begins, (padding[1], padding[1] + across - width, padding[0], padding[0])).transpose(2, 3)
+    lines = begins.shape[4]
+    columns = [begins[..., place * dilation[1] :][..., :across] for place in range(kernel[1])]
+    right = torch.stack(columns, 3).view(lanes * n, inputs * kernel[1], views * lines * across)
+    left = functional.pad(ends.transpose(2, 3), (0, across - width, 0, lines - height)).reshape(lanes * n, outputs, -1)
+    later = [row * dilation[0] * across for row in range(kernel[0])]
+    length = right.shape[2] - later[-1]
+    made = ends.new_empty(kernel[0], lanes * n, outputs, inputs * kernel[1], dtype=torch.float32)
+    for begin, row in zip(later, made, strict=True):
+        _multiply(left[..., :length], right[..., begin : begin + length].mT, row)
+    return Written(made.view(kernel[0], lanes, n, outputs, inputs, kernel[1]), by_rows=True)
+
+
 def _multiplied(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """sum_t l_t r_t^T, [lanes, n, *shape], in float32; of bfloat16, as a device multiplies that: summed in float32."""
-    if left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cuda":
-        made = torch.bmm(left.mT.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
+    """sum_t l_t r_t^T, [lanes, n, *shape], in float32."""
+    made = left.new_empty(left.shape[:2].numel(), left.shape[3], right.shape[3], dtype=torch.float32)
+    _multiply(left.mT.flatten(0, 1), right.flatten(0, 1), made)
+    return made.view(*left.shape[:2], *shape)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Products of matrices; of bfloat16, as a GPU multiplies that: summed in float32."""
+    if left.dtype == torch.bfloat16 and left.device.type == "cuda":
+        torch.bmm(left, right, out_dtype=torch.float32, out=out)
     else:
-        made = left.float().mT @ right.float()
-    return made.reshape(*left.shape[:2], *shape)
+        torch.bmm(left.float(), right.float(), out=out)
+
+
+def _whole(parts: torch.Tensor) -> torch.Tensor:
+    """[rows, ..., columns] to [..., rows, columns]."""
+    return parts[0] if len(parts) == 1 else parts.movedim(0, -2)
 
 
 def _positions(maps: torch.Tensor) -> torch.Tensor:
