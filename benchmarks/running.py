@@ -42,6 +42,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job after that")
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[], help="of all budgets, these")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--pictures", type=Path)
@@ -79,6 +80,8 @@ def summary(rows: list[Row], group: Group) -> dict[str, dict[str, Any]]:
 
 def carry_out(todo: list[Job], rows: list[Row], run: Run, group: Group, options: argparse.Namespace) -> list[Row]:
     """Runs the jobs and adds their rows to those there are; the file is written whenever a job is done."""
+    if options.epsilon:
+        todo = [job for job in todo if job["params"]["epsilon"] in options.epsilon]
     if options.pictures:
         options.pictures.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
