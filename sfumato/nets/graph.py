@@ -9,6 +9,8 @@ from typing import Protocol, Self
 
 import torch
 
+from sfumato.capturing import capture
+
 WARM_UP = 3  # plain calls before a graph is captured
 
 
@@ -53,7 +55,7 @@ class Graph:
             self._inputs = [tensor.clone() for tensor in inputs]
             depth = len(bundle.tensors())
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=_stream()), _tf32():
+            with capture(self._graph, _stream()), _tf32():
                 self._result = self._function(bundle.like(self._inputs[:depth]), *self._inputs[depth:])
         torch._foreach_copy_(self._inputs, inputs)
         self._graph.replay()

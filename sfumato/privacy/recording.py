@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sfumato.capturing import capture
 from sfumato.privacy.gradients import Gradients
 from sfumato.privacy.rows import MARGIN
 
@@ -49,7 +50,7 @@ class Recorded:
                 engine.clipped([part[:, : size + more] for part in inputs], there)
         here.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(here), torch.cuda.graph(self._graph, stream=stream):
+        with torch.cuda.stream(here), capture(self._graph, stream):
             self._result = engine.clipped(self._inputs, self._present)
 
     def __call__(

@@ -10,10 +10,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
+from torch._functorch import autograd_function as functions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,8 +62,10 @@ class Watched(TorchFunctionMode):
     Guarantee: an operation can fail on one image of a batch only, and what is done about it is done to all of them. So
     that it failed is not kept from the vault: it raises `OperationFailed` on the way out. Operations are watched where
     they are called and, `Below`, where they are carried out: those of derivatives and of functions in functions, too.
-    Rules of others for `torch.vmap` are refused: they are given all images at once.
+    Rules of others for `torch.vmap` are refused (`_by_hand`): they are given all images at once.
     """
+
+    here: ClassVar[list[Watched]] = []  # all that last
 
     def __init__(self, held: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -73,14 +75,13 @@ class Watched(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._below.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
+        self.here.append(self)
         return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            if func is custom_function_call and not _rows_stay_apart(args[0]):
-                raise RuntimeError(f"{args[0].__name__} has its own rule for vmap; set generate_vmap_rule = True")
             if func in SHOWING:
                 raise RuntimeError("images must not be printed, nor what is made of them: that shows the whole batch")
             return func(*args, **(kwargs or {}))
@@ -89,6 +90,7 @@ class Watched(TorchFunctionMode):
             raise
 
     def __exit__(self, *details: Any) -> None:
+        self.here.remove(self)
         super().__exit__(*details)  # type: ignore[no-untyped-call]
         self._below.__exit__(*details)  # type: ignore[no-untyped-call]
         if failed := self.failed or self._below.failed:
@@ -135,9 +137,24 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _rows_stay_apart(function: Any) -> bool:
-    """Whether PyTorch makes the rule for vmap, or this package has written it."""
-    return bool(function.generate_vmap_rule) or function.__module__.startswith("sfumato.")
+_carry_out_by_hand = functions.custom_function_call_vmap_helper
+
+
+def _by_hand(interpreter: Any, vmap_function: Any, op: Any, *operands: Any, **kwargs: Any) -> Any:
+    """Where functorch comes to a rule for vmap that somebody has written, however deep in derivatives or hooks.
+
+    Guarantee: while private images are at hand only rules of this package are carried out, in any thread, for PyTorch
+    differentiates in threads of its own. (Operators of `torch.library` whose rule was there before this module are not
+    seen.)
+    """
+    if Watched.here and not str(getattr(op, "__module__", "")).startswith("sfumato."):
+        for watched in list(Watched.here):
+            watched.failed = watched.failed or "RuntimeError"
+        raise RuntimeError(f"{op} has its own rule for vmap, which is given all images; leave that to PyTorch")
+    return _carry_out_by_hand(interpreter, vmap_function, op, *operands, **kwargs)
+
+
+functions.custom_function_call_vmap_helper = _by_hand
 
 
 def kind_of(error: Exception) -> str:

@@ -994,6 +994,38 @@ class BatchWide(torch.autograd.Function):
         return torch.ones_like(x) * torch.where((x.flatten(1).mean(1) < -0.9).any(), -1.0, 1.0), 0
 
 
+class Around(torch.autograd.Function):
+    """Calls that from inside, forward or backward, and catches what comes of it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, quiet: bool) -> torch.Tensor:
+        try:
+            return BatchWide.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+        except RuntimeError:
+            if not quiet:
+                raise
+            return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * BatchWide.apply(x), None  # type: ignore[no-untyped-call]
+
+
+class Late(Around):
+    """In its backward pass only."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, quiet: bool) -> torch.Tensor:
+        return x.clone()
+
+
 class Caught(torch.autograd.Function):
     """Catches an operation that fails on one image, out of sight."""
 
@@ -1021,6 +1053,35 @@ def test_functions_hide_nothing_from_the_vault() -> None:
     with pytest.raises(RuntimeError, match="failed on private images"):
         vault.sum(Caught.apply, release="r", bound=1.0)
     assert vault.ledger.void
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("function", [Around, Late])
+def test_nor_do_functions_in_functions(function: Any, quiet: bool) -> None:
+    """A rule for vmap that is given all images is refused wherever it stands."""
+    vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
+    model = torch.nn.Conv2d(1, 1, 1)
+
+    def loss(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return function.apply(model(images), quiet).sum((1, 2, 3))
+
+    with pytest.raises(ValueError, match=r"rule for vmap|kept quiet"):
+        vault.gradient(model, loss, release="r", bound=1.0)
+    if function is Around:
+        with pytest.raises(ValueError, match=r"rule for vmap|kept quiet"):
+            vault.sum(lambda x: function.apply(x, quiet).flatten(1), release="r", bound=1.0)
+
+
+def test_nor_do_operators() -> None:
+    @torch.library.custom_op("sfumato_test::wide", mutates_args=())
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(x)
+
+    wide.register_vmap(lambda info, dims, x: (torch.ones_like(x) * x.mean(), 0))
+    vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
+    with pytest.raises(ValueError, match="rule for vmap"):
+        vault.sum(lambda x: wide(x).flatten(1), release="r", bound=1.0)
+    assert torch.vmap(wide)(torch.ones(3, 2)).shape == (3, 2)  # elsewhere it may
 
 
 def test_images_cannot_be_printed() -> None:
