@@ -33,7 +33,6 @@ from running import Job, Row, arguments, carry_out, known, load
 import sfumato as sf
 from sfumato.data import ImageSet, contact_sheet
 from sfumato.evaluate import detect_each, downstream_accuracy
-from sfumato.methods.dp_lflow import COLD
 
 GREY = ("mnist", "fashion-mnist")
 DATA = (*GREY, "celeba", "mednist")
@@ -41,7 +40,7 @@ LARGE = ("brain_mri256", "celeba256")
 BUDGETS = (1.0, 10.0)
 SHARPNESS = {"mnist": 5.0, "fashion-mnist": 8.0}  # the paper's; 2 for faces, and for all else
 COLOUR = {"code": 32}
-HIGH = {**COLD, "code": 64, "couplings": 6, "sampling_prob": 0.2, "steps": 200}
+HIGH = {"warm": "none", "code": 64, "couplings": 6, "sampling_prob": 0.2, "steps": 200}
 TAUGHT = {"warm_share": 0.99, "steps": 2, "learning_rates": (1e-12, 1e-12, 1e-12)}
 
 
@@ -60,11 +59,11 @@ def jobs(tables: Iterable[str], seeds: int, data: Sequence[str], more: dict[str,
     add("taught", GREY, **TAUGHT)
     add("budget", DATA[2:])
     add("large", LARGE, **HIGH)
-    add("cold", GREY, **COLD)
+    add("cold", GREY, warm="none")
     add("budget", GREY, range(1, seeds))
     add("conditional", GREY, variant="conditional")
     add("pixels", GREY, space="pixels", couplings=4, hidden=128)
-    add("cold", DATA[2:], **COLD)
+    add("cold", DATA[2:], warm="none")
     add("conditional", DATA[2:], variant="conditional")
     add("budget", DATA[2:], range(1, seeds))
     return found

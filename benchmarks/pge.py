@@ -36,7 +36,7 @@ from sfumato.methods.pge import GradientEstimation
 BUDGETS = (10.0, 1.0)
 GREY, FACES = ("mnist", "fashion-mnist"), ("celeba", "celeba64")
 DATA = (*GREY, *FACES, "celeba256")
-WARM = {"warm": "dp-kernel", "warm_share": 0.8, "sampling_prob": 0.1, "steps": 60, "learning_rate": 1e-4}
+COLD = {"warm": "none"}
 PUBLISHED = {"form": "published", "steps": 10_000}
 RESIDUAL = {"residual": "small_cifar10"}
 LARGE = {"autoencoder": "taef2", "width": 64, "sampling_prob": 0.2, "views": 4}
@@ -52,32 +52,32 @@ DRAWN: dict[str, dict[str, Any]] = {
     "ode, 60 levels": {"sampler": "ode", "sampling_levels": 60},
 }
 SWEEP: dict[str, dict[str, Any]] = {
-    "warm": WARM,
-    "cold": {},
-    "warm, two thirds of the budget": {**WARM, "warm_share": 0.67},
-    "warm, a third of the budget": {**WARM, "warm_share": 0.33},
-    "warm, rate 3e-4": {**WARM, "learning_rate": 3e-4},
-    "warm, rate 1e-3": {**WARM, "learning_rate": 1e-3},
-    "warm, width 64": {**WARM, "width": 64},
-    "warm, 200 steps": {**WARM, "steps": 200},
-    "warm, taught for longer": {**WARM, "warm_steps": 8000},
-    "warm by dp-merf": {**WARM, "warm": "dp-merf"},
-    "rate 3e-3": {"learning_rate": 3e-3},
-    "1200 steps": {"steps": 1200},
-    "1200 steps, ema 0.995": {"steps": 1200, "ema": 0.995},
-    "bound 0.5": {"bound": 0.5},
-    "bound 0.02": {"bound": 0.02},
-    "views 16": {"views": 16},
-    "views 32, half as many steps": {"views": 32, "steps": 300},
-    "larger batches": {"sampling_prob": 0.14},
-    "width 64": {"width": 64},
-    "width 16": {"width": 16},
-    "centre 3": {"centre": 3.0},
-    "centre 0.8": {"centre": 0.8},
-    "spread 0.8": {"spread": 0.8},
-    "residual": RESIDUAL,
-    "energy": {"network": "energy"},
-    "sliced": {"objective": "sliced"},
+    "warm": {},
+    "cold": COLD,
+    "warm, two thirds of the budget": {"warm_share": 0.67},
+    "warm, a third of the budget": {"warm_share": 0.33},
+    "warm, rate 3e-4": {"learning_rate": 3e-4},
+    "warm, rate 1e-3": {"learning_rate": 1e-3},
+    "warm, width 64": {"width": 64},
+    "warm, 200 steps": {"steps": 200},
+    "warm, taught for longer": {"warm_steps": 8000},
+    "warm by dp-merf": {"warm": "dp-merf"},
+    "rate 3e-3": {**COLD, "learning_rate": 3e-3},
+    "1200 steps": {**COLD, "steps": 1200},
+    "1200 steps, ema 0.995": {**COLD, "steps": 1200, "ema": 0.995},
+    "bound 0.5": {**COLD, "bound": 0.5},
+    "bound 0.02": {**COLD, "bound": 0.02},
+    "views 16": {**COLD, "views": 16},
+    "views 32, half as many steps": {**COLD, "views": 32, "steps": 200},
+    "larger batches": {**COLD, "sampling_prob": 0.14},
+    "width 64": {**COLD, "width": 64},
+    "width 16": {**COLD, "width": 16},
+    "centre 3": {**COLD, "centre": 3.0},
+    "centre 0.8": {**COLD, "centre": 0.8},
+    "spread 0.8": {**COLD, "spread": 0.8},
+    "residual": {**COLD, **RESIDUAL},
+    "energy": {**COLD, "network": "energy"},
+    "sliced": {**COLD, "objective": "sliced"},
 }
 
 
@@ -95,14 +95,14 @@ def jobs(tables: Iterable[str], seeds: int, data: Sequence[str]) -> list[Job]:
         for name, params in SWEEP.items():
             add(f"sweep: {name}", GREY, params, 1, held_out=True)
     if "budget" in tables:
-        add("budget: warm", (*GREY, *FACES), WARM)
-        add("budget: cold", (*GREY, *FACES), {})
+        add("budget: warm", (*GREY, *FACES), {})
+        add("budget: cold", (*GREY, *FACES), COLD)
     if "samplers" in tables:
         for network in ("score", "energy"):
-            add(f"samplers: {network}", GREY[:1], {**WARM, "network": network}, 1, drawn=list(DRAWN))
+            add(f"samplers: {network}", GREY[:1], {"network": network}, 1, drawn=list(DRAWN))
     if "residual" in tables:
-        add("residual: warm, with", GREY, {**WARM, **RESIDUAL})
-        add("residual: cold, with", GREY, RESIDUAL)
+        add("residual: warm, with", GREY, RESIDUAL)
+        add("residual: cold, with", GREY, {**COLD, **RESIDUAL})
         add("residual: published, with (no guarantee)", GREY, {**PUBLISHED, **RESIDUAL})
     if "published" in tables:
         add("published (no guarantee)", (*GREY, *FACES), PUBLISHED)

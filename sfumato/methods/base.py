@@ -44,6 +44,9 @@ class Synthesizer(ABC):
     adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores alone: free after `fit`
     sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
     on_cpu: ClassVar[dict[str, Any]] = {}  # what `create` takes in place of defaults that want a GPU
+    suited: ClassVar[
+        dict[tuple[str, Any], dict[str, Any]]
+    ] = {}  # and where a parameter has that value; earlier ones win
     vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
 
     epsilon: float = 1.0
@@ -302,6 +305,8 @@ class Synthesizer(ABC):
 
 def chosen_device(name: str) -> torch.device:
     """The device of that name; `auto`: a GPU if there is one."""
+    if not isinstance(name, str):
+        raise ValueError(f"device must be text, got {name!r}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

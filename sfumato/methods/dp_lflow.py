@@ -52,8 +52,7 @@ LESSON_EMA = 0.998  # average of the weights over lessons
 MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
 PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
 LARGEST_WARM = 64  # pixels a side: what other methods paint
-COLD = {  # options without a warm start
-    "warm": "none",
+COLD = {  # without a warm start: more steps of smaller samples, at higher rates
     "steps": 300,
     "sampling_prob": 0.1,
     "weight": 1.0,
@@ -80,8 +79,8 @@ class LatentFlow(WarmStart):
     learning_rates: of the autoencoder, of the flow's couplings and of its affine map (few numbers, of about one). ema:
     average of the weights. lessons: batches of random pictures that the initial weights are taught on; 0 leaves them
     random, as the paper has them. warm and what begins with it: of a warm start, as `WarmStart` has them, in place of
-    those lessons; warm_batch: images of each class in a step. The defaults are for one; without it (`none`) take more
-    steps of smaller samples at higher rates (`COLD`).
+    those lessons; warm_batch: images of each class in a step. The defaults are for one; `create` has others without it
+    (`COLD`).
 
     What may be changed after `fit`: temperature: standard deviation of the normal numbers that samples are made from.
     sharpness: smooth samples, then sharpen them by that factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
@@ -100,6 +99,7 @@ class LatentFlow(WarmStart):
         "steps": 20,
         "sampling_prob": 0.1,
     }
+    suited: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {("warm", "none"): COLD}
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
 
     variant: str = "partitioned"
@@ -141,7 +141,7 @@ class LatentFlow(WarmStart):
         if self.warm != "none" and max(public.shape[1:]) > LARGEST_WARM:
             raise DataError(
                 f"a warm start is for images of up to {LARGEST_WARM} pixels a side; pass a smaller size (--size), or "
-                "warm=none with more steps (--set warm=none --set steps=300; docs/methods/dp-lflow.md)"
+                "do without one (--set warm=none)"
             )
         return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
 

@@ -60,7 +60,7 @@ class GradientEstimation(WarmStart):
     steps, sampling_prob, bound, learning_rate, ema: of the private training. at_once: images at a time (0: as the
     device likes). width: channels at full resolution.
 
-    warm and what begins with it: of a warm start, as `WarmStart` has them.
+    warm and what begins with it: of a warm start, as `WarmStart` has them; `create` has other defaults without one.
     residual: a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); mask: the part of
     the code that is hidden. autoencoder: `taef2`, to learn its maps in place of pixels.
 
@@ -73,8 +73,13 @@ class GradientEstimation(WarmStart):
     paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
     summary: ClassVar[str] = "a score network from noisy gradients, and images by Hamiltonian dynamics; wants a GPU"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "at_once"})
+    suited: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
+        ("form", "published"): {"warm": "none", "steps": 2000},
+        ("autoencoder", "taef2"): {"warm": "none"},
+        ("warm", "none"): {"steps": 400, "learning_rate": 1e-3},
+    }
     on_cpu: ClassVar[dict[str, Any]] = {
-        "steps": 100,
+        "warm": "dp-merf",
         "sampling_prob": 0.01,
         "views": 2,
         "width": 16,
@@ -85,13 +90,15 @@ class GradientEstimation(WarmStart):
     form: str = "sound"
     network: str = "score"
     objective: str = "denoising"
-    steps: int = 400
-    sampling_prob: float = 0.07
+    steps: int = 60
+    sampling_prob: float = 0.1
     views: int = 4
     bound: float = 0.1
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-4
     ema: float = 0.99
     width: int = 32
+    warm: str = "dp-kernel"
+    warm_share: float = 0.8
     centre: float = 1.5
     spread: float = 1.2
     at_once: int = 0
@@ -137,7 +144,7 @@ class GradientEstimation(WarmStart):
         if self.steps < 2 or self.nearest < 2 or self.width % 8:
             raise ValueError("steps and nearest must be at least 2, and width a multiple of 8")
         if self.form == "published" and self.warm != "none":
-            raise ValueError("the published form has no warm start")
+            raise ValueError("the published form has no warm start; pass warm='none'")
         return self
 
     # -- the plan -----------------------------------------------------------------------------------------

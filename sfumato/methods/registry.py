@@ -34,7 +34,7 @@ _TYPES: tuple[type[Synthesizer], ...] = (
 )
 METHODS: dict[str, type[Synthesizer]] = {method.key: method for method in _TYPES}
 DEFAULT = "auto"
-BY_DEVICE = {"cuda": KernelGenerator.key, "cpu": MeanEmbedding.key}  # best there in a few minutes, by our measurements
+BY_DEVICE = {"cuda": Atelier.key, "cpu": MeanEmbedding.key}  # best there in a few minutes, by our measurements
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def list_methods() -> list[MethodInfo]:
 def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
     """A method by its key, with parameters by name; unknown ones are errors that name the nearest.
 
-    `auto` is `dp-kernel` on a GPU, and `dp-merf` otherwise. Without a GPU, parameters that are not given are those that
-    finish in minutes there (`on_cpu` of the method's class).
+    `auto` is `atelier` on a GPU, and `dp-merf` otherwise. Parameters that are not given are those that go with the ones
+    that are (`suited` of the method's class) and, without a GPU, finish in minutes there (`on_cpu`).
     """
     if method == DEFAULT:
         method = BY_DEVICE.get(chosen_device(params.get("device", "auto")).type, MeanEmbedding.key)
@@ -64,11 +64,15 @@ def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
         near = difflib.get_close_matches(method, METHODS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
         raise ValueError(f"there is no method {method!r}; {hint}")
-    METHODS[method].check_params(params)
-    model = METHODS[method](**params).validate()
-    if model.torch_device.type == "cpu":
-        model.set_params(**{name: value for name, value in model.on_cpu.items() if name not in params}).validate()
-    return model
+    kind = METHODS[method]
+    kind.check_params(params)
+    model = kind(**params)
+    own = kind.on_cpu if chosen_device(model.device).type == "cpu" else {}
+    suited: dict[str, Any] = {}
+    for (name, value), others in kind.suited.items():
+        if {**model.get_params(), **own, **suited, **params}[name] == value:
+            suited = {**others, **suited}
+    return model.set_params(**{**own, **suited, **params}).validate()
 
 
 def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:

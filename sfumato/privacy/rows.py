@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
+from torch import _tensor_str
 from torch._functorch import autograd_function as functions
+from torch._functorch.pyfunctorch import VmapInterpreter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +32,7 @@ REPEAT_MARGIN = 1e-5  # relative, between a row and the same row again
 SIZES = 4  # of batches, times six
 PLAIN = 0.37  # pixels of a public image without anything on it
 BATCH_SIZE, DEVICE_BATCH_SIZE = 128, 512
-SHOWING = (torch.Tensor.__repr__, torch.Tensor.__format__)
+MIXING = (torch.index_fill, torch.Tensor.index_fill, torch.Tensor.index_fill_)
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
 
@@ -62,7 +64,7 @@ class Watched(TorchFunctionMode):
     Guarantee: an operation can fail on one image of a batch only, and what is done about it is done to all of them. So
     that it failed is not kept from the vault: it raises `OperationFailed` on the way out. Operations are watched where
     they are called and, `Below`, where they are carried out: those of derivatives and of functions in functions, too.
-    Rules of others for `torch.vmap` are refused (`_by_hand`): they are given all images at once.
+    What is given all images at once is refused, below.
     """
 
     here: ClassVar[list[Watched]] = []  # all that last
@@ -82,8 +84,8 @@ class Watched(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            if func in SHOWING:
-                raise RuntimeError("images must not be printed, nor what is made of them: that shows the whole batch")
+            if func in MIXING:
+                raise RuntimeError("PyTorch's rule of index_fill for vmap gives each image the last one's value")
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.failed = self.failed or type(error).__name__
@@ -137,24 +139,47 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+# What follows stands in places of PyTorch through which all of its kind must go, however deep in derivatives, hooks or
+# threads, where `Watched` is not asked. It does something only while private images are at hand, and then in any
+# thread: PyTorch differentiates in threads of its own.
+
+
+def _refuse(why: str) -> None:
+    """Guarantee: nobody can keep it from the vault."""
+    for watched in list(Watched.here):
+        watched.failed = watched.failed or "RuntimeError"
+    raise RuntimeError(why)
+
+
 _carry_out_by_hand = functions.custom_function_call_vmap_helper
+_carry_out = VmapInterpreter.process
+_show = _tensor_str._functorch_wrapper_str_intern
 
 
 def _by_hand(interpreter: Any, vmap_function: Any, op: Any, *operands: Any, **kwargs: Any) -> Any:
-    """Where functorch comes to a rule for vmap that somebody has written, however deep in derivatives or hooks.
-
-    Guarantee: while private images are at hand only rules of this package are carried out, in any thread, for PyTorch
-    differentiates in threads of its own. (Operators of `torch.library` whose rule was there before this module are not
-    seen.)
-    """
+    """Rules for vmap that somebody has written: they are given all images. Those of this package keep them apart."""
     if Watched.here and not str(getattr(op, "__module__", "")).startswith("sfumato."):
-        for watched in list(Watched.here):
-            watched.failed = watched.failed or "RuntimeError"
-        raise RuntimeError(f"{op} has its own rule for vmap, which is given all images; leave that to PyTorch")
+        _refuse(f"{op} has its own rule for vmap, which is given all images; leave that to PyTorch")
     return _carry_out_by_hand(interpreter, vmap_function, op, *operands, **kwargs)
 
 
+def _of_higher_order(self: VmapInterpreter, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators on functions, such as `cond`: under vmap in vmap some of PyTorch's own rules mix images."""
+    if Watched.here and op is not functions.custom_function_call:
+        _refuse(f"{op} is an operator on functions: under vmap it could be given all images")
+    return _carry_out(self, op, args, kwargs)
+
+
+def _shown(tensor: torch.Tensor, **how: Any) -> str:
+    if Watched.here:
+        _refuse("images must not be printed, nor what is made of them: that shows the whole batch")
+    text: str = _show(tensor, **how)  # type: ignore[no-untyped-call]
+    return text
+
+
 functions.custom_function_call_vmap_helper = _by_hand
+VmapInterpreter.process = _of_higher_order  # type: ignore[method-assign]
+_tensor_str._functorch_wrapper_str_intern = _shown
 
 
 def kind_of(error: Exception) -> str:

@@ -25,7 +25,7 @@ def model(digits: ImageSet) -> LatentFlow:
     """Fitted on the real digits 0, 1 and 2, without noise: detection is what is tested here."""
     assert digits.labels is not None
     some = digits.subset(digits.labels < 3)
-    own = {**COLD, "steps": 150, "sampling_prob": 0.5}
+    own = {**COLD, "warm": "none", "steps": 150, "sampling_prob": 0.5}
     return LatentFlow(epsilon=math.inf, lessons=300, **own, **SMALL).fit(
         ImageSet(some.images, some.labels, digits.classes[:3])
     )

@@ -13,6 +13,7 @@ import torch
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
+from sfumato.methods.dp_lflow import COLD
 from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 
@@ -60,11 +61,24 @@ def test_without_a_gpu_defaults_are_those_that_finish_there() -> None:
     assert METHODS["dp-kernel"]().get_params()["steps"] > METHODS["dp-kernel"].on_cpu["steps"]
     for method in METHODS.values():
         method.check_params(method.on_cpu)
+        for (name, _), others in method.suited.items():
+            method.check_params({name: None, **others})
+
+
+def test_parameters_go_with_each_other() -> None:
+    """Defaults depend on what is given; what is given stands."""
+    cold, own = create("dp-lflow", warm="none"), create("dp-lflow", warm="none", steps=7)
+    assert (cold.get_params()["steps"], own.get_params()["steps"]) == (COLD["steps"], 7)
+    published = create("pge", form="published").get_params()
+    assert (published["warm"], published["steps"]) == ("none", 2000)
+    assert create("pge", device="cpu").get_params()["warm"] == "dp-merf"
+    with pytest.raises(ValueError, match="no warm start"):
+        create("pge", form="published", warm="dp-merf")
 
 
 def test_the_default_method_is_that_of_the_device() -> None:
     assert create(device="cpu").key == "dp-merf"
-    assert create(device="cuda").key == "dp-kernel"
+    assert create(device="cuda").key == "atelier"
     with pytest.raises(ValueError, match="device must be"):
         create(device="abacus")
 

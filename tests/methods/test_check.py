@@ -66,6 +66,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "device": "cpu",
     },
     "pge": {
+        "warm": "none",
         "steps": 2,
         "sampling_prob": 0.1,
         "views": 2,

@@ -48,7 +48,9 @@ def test_the_other_forms_are_sound(options: dict[str, Any], fewer_digits: ImageS
 
 def test_the_published_noise_is_not_enough() -> None:
     """Section E.2: sigma = 4.5 for epsilon 1; and with two blocks noised apart its sensitivity is sqrt(2) larger."""
-    calibrated = LatentFlow(epsilon=1.0, public_size=True, **COLD).plan(load_images("digits").public(declare_size=True))
+    calibrated = LatentFlow(epsilon=1.0, public_size=True, warm="none", **COLD).plan(
+        load_images("digits").public(declare_size=True)
+    )
     assert calibrated["gradients"].noise == pytest.approx(
         noise_multiplier(epsilon=1.0, sampling_prob=0.1, steps=300), rel=1e-3
     )
@@ -193,7 +195,7 @@ def test_it_learns_digits(variant: str, digits: ImageSet) -> None:
         epsilon=50.0,
         lessons=200,
         device="cpu",
-        **{**COLD, "steps": 60, "sampling_prob": 0.3, "learning_rates": (1e-2, 5e-3, 5e-2)},
+        **{**COLD, "warm": "none", "steps": 60, "sampling_prob": 0.3, "learning_rates": (1e-2, 5e-3, 5e-2)},
         **sizes,
     ).fit(digits)
     accuracy = downstream_accuracy(model.sample(2000), load_images("digits", split="test"))

@@ -19,6 +19,7 @@ from sfumato.methods.pge import GradientEstimation, randomised_response
 from sfumato.methods.registry import load
 
 QUICK: dict[str, Any] = {
+    "warm": "none",
     "steps": 2,
     "sampling_prob": 0.3,
     "views": 2,
@@ -201,7 +202,15 @@ def test_the_average_follows_the_network(few_digits: ImageSet) -> None:
 
 
 def test_it_learns_digits(digits: ImageSet) -> None:
-    options = {"epsilon": math.inf, "steps": 60, "sampling_prob": 0.15, "views": 2, "width": 16, "learning_rate": 1e-2}
+    options = {
+        "epsilon": math.inf,
+        "warm": "none",
+        "steps": 60,
+        "sampling_prob": 0.15,
+        "views": 2,
+        "width": 16,
+        "learning_rate": 1e-2,
+    }
     model = GradientEstimation(**options, ema=0.9, sampling_levels=12, leapfrogs=3, device="cpu").fit(digits)
     accuracy = downstream_accuracy(model.sample(500), load_images("digits", split="test"))
     assert accuracy.mean > 40

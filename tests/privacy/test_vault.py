@@ -1084,6 +1084,49 @@ def test_nor_do_operators() -> None:
     assert torch.vmap(wide)(torch.ones(3, 2)).shape == (3, 2)  # elsewhere it may
 
 
+def _cond(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch's rule for it does not look at levels: out of an inner vmap come all images."""
+
+    def same(y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (y.clone(),)
+
+    choose = torch.ops.higher_order.cond
+    inner = torch.vmap(lambda _: choose(x.sum() > -1e9, same, same, (x,))[0])
+    return inner(torch.arange(2)).flatten(1)[:1]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        lambda x: x.flatten(1) if len(x) != 1 else _cond(x),
+        lambda x: torch.zeros(len(x), 1).index_fill(1, torch.zeros(1, dtype=torch.int64), x.mean()),
+    ],
+    ids=["cond", "index_fill"],
+)
+def test_operations_that_mix_images_are_refused(feature: Any) -> None:
+    vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
+    with pytest.raises(ValueError, match=r"operator on functions|index_fill|kept quiet"):
+        vault.sum(feature, release="r", bound=1.0)
+
+
+def test_nor_in_hooks() -> None:
+    vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
+    model = torch.nn.Conv2d(1, 1, 1)
+
+    def hooked(show: Any) -> Any:
+        def loss(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+            made = model(images)
+            made.register_hook(lambda slope: slope * len(str(show(images))))
+            losses: torch.Tensor = made.sum((1, 2, 3))
+            return losses
+
+        return loss
+
+    for show in (repr, _cond):
+        with pytest.raises(ValueError, match=r"must not be printed|operator on functions|kept quiet"):
+            vault.gradient(model, hooked(show), release="r", bound=1.0)
+
+
 def test_images_cannot_be_printed() -> None:
     """Under vmap a tensor shows the whole batch: a decision, or a log, could hold every image."""
     vault = Vault(Floats(torch.rand(9, 1, 4, 4), None, ("a",)), Budget(1), [Release("r", 5)])
