@@ -171,8 +171,9 @@ def tasks(images: ImageSet, options: argparse.Namespace) -> Iterator[Task]:
         yield Task("lflow", [LatentFlow().to(device)], latent_loss, [batch], SHARE / 10, asked)
     if "unet" in options.tasks:
         draws = 1 + math.prod(images.shape)
-        # Room for nearly every sample in one batch: one more for a few images would blur the comparison.
-        at_once = options.at_once or math.ceil(options.unet + 4 * math.sqrt(options.unet))
+        # Room for nearly every sample in one batch: one more for a few images would blur the comparison. On a CPU
+        # batches are small, and what is filled up is little.
+        at_once = options.at_once or (32 if cpu else math.ceil(options.unet + 4 * math.sqrt(options.unet)))
         normals = torch.randn(options.unet, draws, device=device)
         batch = [pixels[: options.unet], labels[: options.unet], normals]
         asked = {"bound": 1.0, "with_labels": True, "draws": draws, "at_once": at_once}
