@@ -147,6 +147,8 @@ def _trained(name: str, images: ImageSet, seed: int, recipe: Recipe, device: tor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = NETWORKS[name](images.shape, len(images.classes)).to(device)
+    if name == "resnet18" and device.type == "cuda":
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as its convolutions like it
     generator = torch.Generator(device).manual_seed(seed)
     size = images.shape[1:]
     parameters, optimizer = list(network.parameters()), recipe.optimizer(network)
