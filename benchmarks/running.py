@@ -87,6 +87,7 @@ def carry_out(todo: list[Job], rows: list[Row], run: Run, group: Group, options:
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     workers = min(options.workers, len(todo))
+    kept = json.loads(options.json.read_text()) if options.json.exists() else {}  # notes of an earlier run
     for job in [*todo, *[None] * workers]:
         waiting.put(job)
     deadline = time.time() + options.seconds
@@ -100,7 +101,7 @@ def carry_out(todo: list[Job], rows: list[Row], run: Run, group: Group, options:
         rows = rows + made
         print("\n".join(json.dumps(row) for row in made), flush=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, CPU"
-        content = {"command": "see the docstring of the program of this name", "device": device}
+        content = kept | {"command": "see the docstring of the program of this name", "device": device}
         options.json.write_text(json.dumps({**content, "summary": summary(rows, group), "rows": rows}, indent=1) + "\n")
     return rows
 

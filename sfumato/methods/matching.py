@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -122,19 +123,42 @@ class Training:
     ) -> None:
         """Ordinary training on public rows; the optimizer begins afresh afterwards."""
         device = generator.device
-        fast = device.type == "cuda" and self.network.kind == "score"
+        slope = Slope(views.loss, self.network, fast=self.network.kind == "score")
         for step in track(steps, "warm start"):
             chosen = torch.randint(len(rows), (batch,), generator=generator, device=device)
             normals = torch.randn(batch, views.draws, generator=generator, device=device)
-            with torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
-                loss = views.loss(self.network, rows[chosen], labels[chosen], normals).mean()
-            gradients = torch.autograd.grad(loss, list(self.parameters.values()))
-            self.step(dict(zip(self.parameters, gradients, strict=True)), rate * warm_cosine(step, steps))
+            self.step(slope(rows[chosen], labels[chosen], normals), rate * warm_cosine(step, steps))
         self._optimizer = torch.optim.Adam(list(self.parameters.values()), fused=True)
         self._taken = 0
         with torch.no_grad():
             for parameter, mean in zip(self.network.parameters(), self.average.parameters(), strict=True):
                 parameter.copy_(mean)
+
+
+class Slope:
+    """Gradients of a loss, its mean over rows that are not private; on a GPU one launch.
+
+    `fast`: in bfloat16 there.
+    """
+
+    def __init__(self, loss: Callable[..., torch.Tensor], network: Score, *, fast: bool = False) -> None:
+        self._loss, self._network, self._fast = loss, network, fast
+        self._parameters = dict(network.named_parameters())
+        self._take = Graph(self._taken)
+
+    def __call__(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By name of the parameter; overwritten by the next call."""
+        flat = self._take(Alone(), *tensors)
+        assert flat is not None
+        parts = flat.split([parameter.numel() for parameter in self._parameters.values()])
+        return {name: part.view_as(self._parameters[name]) for name, part in zip(self._parameters, parts, strict=True)}
+
+    def _taken(self, _: Alone, *tensors: torch.Tensor) -> torch.Tensor:
+        fast = self._fast and tensors[0].device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if fast else nullcontext():
+            loss = self._loss(self._network, *tensors).mean()
+        gradients = torch.autograd.grad(loss, list(self._parameters.values()))
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 class Landscape:

@@ -29,7 +29,7 @@ from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
 from sfumato.encoders.codebook import Code
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
-from sfumato.methods.matching import Landscape, Training, Views
+from sfumato.methods.matching import Landscape, Slope, Training, Views
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.score import KINDS, Score
 from sfumato.nets.unet import middle_size
@@ -221,6 +221,7 @@ class GradientEstimation(WarmStart):
         images, labels = vault.unprotected(f"as published: {LEAK}")
         labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         device, size = self.torch_device, min(PUBLISHED_BATCH, len(images))
+        slope = Slope(views.published_loss, training.network)
         for step in track(self.steps, "network"):
             chosen = torch.randint(len(images), (size,), generator=generator, device=device)
             batch = images[chosen.to(images.device)].to(device).float() / 127.5 - 1
@@ -228,10 +229,8 @@ class GradientEstimation(WarmStart):
             normals = torch.randn(size, views.draws, generator=generator, device=device)
             slices = torch.randn(size, views.dimension, generator=generator, device=device)
             answers = randomised_response(slices, self.epsilon, self.nearest, generator)
-            loss = views.published_loss(training.network, views.rows(batch), kinds, normals, slices, slices[answers])
-            gradients = torch.autograd.grad(loss.mean(), list(training.parameters.values()))
-            rate = self.learning_rate * warm_cosine(step, self.steps)
-            training.step(dict(zip(training.parameters, gradients, strict=True)), rate)
+            gradients = slope(views.rows(batch), kinds, normals, slices, slices[answers])
+            training.step(gradients, self.learning_rate * warm_cosine(step, self.steps))
 
     # -- parts --------------------------------------------------------------------------------------------
 

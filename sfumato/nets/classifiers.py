@@ -1,8 +1,9 @@
 """The classifiers of the evaluation protocol, for images of any size from 8 pixels on.
 
 `mlp`, `small_cnn`: those of the DP papers. `convnet`: that of dataset condensation (three blocks, instance norm).
-`resnet18`: He et al., with a stem for small images. `lenet`, `alexnet`, `vgg11`: the condensation papers' other ones.
-(Logistic regression is fitted, not trained: see `evaluate/classifiers.py`.)
+`resnet18`: He et al., with a stem for small images. `resnet9`: FFCV's, by which DP-MEPF is measured. `lenet`, `alexnet`,
+`vgg11`: the condensation papers' other ones. (Logistic regression is fitted, not trained: see
+`evaluate/classifiers.py`.)
 """
 
 from __future__ import annotations
@@ -150,11 +151,37 @@ class Residual(nn.Module):
         return functional.relu(self.body(maps) + self.around(maps))
 
 
+def resnet9(shape: Shape, classes: int) -> nn.Module:
+    """The fast residual network of FFCV's CIFAR-10 example, by which the paper of DP-MEPF measures."""
+    narrowing = 0 if min(shape[1:]) >= 12 else 1  # a padding: three pixels across must be left
+    body = nn.Sequential(
+        *_normed(shape[0], 64, 3, 1, 1),
+        *_normed(64, 128, 5, 2, 2),
+        Added(*_normed(128, 128, 3, 1, 1), *_normed(128, 128, 3, 1, 1)),
+        *_normed(128, 256, 3, 1, 1),
+        nn.MaxPool2d(2),
+        Added(*_normed(256, 256, 3, 1, 1), *_normed(256, 256, 3, 1, 1)),
+        *_normed(256, 128, 3, 1, narrowing),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+    )
+    return _with_head(body, shape, classes)
+
+
+class Added(nn.Sequential):
+    """What the layers make of maps is added to these."""
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(maps)
+        return maps + made
+
+
 NETWORKS: dict[str, Builder] = {
     "mlp": mlp,
     "small_cnn": small_cnn,
     "convnet": convnet,
     "resnet18": ResNet,
+    "resnet9": resnet9,
     "lenet": lenet,
     "alexnet": alexnet,
     "vgg11": vgg11,
@@ -163,6 +190,10 @@ NETWORKS: dict[str, Builder] = {
 
 def _block(entering: int, width: int) -> list[nn.Module]:
     return [nn.Conv2d(entering, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+
+
+def _normed(entering: int, width: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
+    return [nn.Conv2d(entering, width, kernel, stride, padding, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
 
 
 def _with_head(body: nn.Sequential, shape: Shape, classes: int) -> nn.Module:

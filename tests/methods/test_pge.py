@@ -14,7 +14,7 @@ from sfumato.data import DataError, ImageSet, load_images
 from sfumato.encoders.codebook import Code
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.matching import Training, Views
+from sfumato.methods.matching import Slope, Training, Views
 from sfumato.methods.pge import GradientEstimation, randomised_response
 from sfumato.methods.registry import load
 
@@ -199,6 +199,18 @@ def test_the_average_follows_the_network(few_digits: ImageSet) -> None:
     training.step(ones, 0.1)
     moved = training.average.unet.entry.weight - before
     assert torch.allclose(moved, torch.full_like(moved, -0.1 * (1 - 2 / 11)), atol=1e-4)
+
+
+def test_slopes_are_those_of_the_mean_loss(few_digits: ImageSet) -> None:
+    method, public = GradientEstimation(**QUICK), few_digits.public()
+    network, views = method._network(public), Views(method, public)
+    rows, labels = few_digits.images[:5].float() / 127.5 - 1, torch.arange(5) % 2
+    normals = torch.randn(5, views.draws, generator=torch.Generator().manual_seed(0))
+    found = Slope(views.loss, network)(rows, labels, normals)
+    views.loss(network, rows, labels, normals).mean().backward()  # type: ignore[no-untyped-call]
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
 
 
 def test_it_learns_digits(digits: ImageSet) -> None:

@@ -22,7 +22,12 @@ def test_every_network_takes_every_shape(name: str, shape: tuple[int, int, int])
 
 @pytest.mark.parametrize(
     ("name", "shape", "parameters"),
-    [("convnet", (3, 32, 32), 320_010), ("resnet18", (3, 32, 32), 11_173_962), ("mlp", (1, 28, 28), 118_282)],
+    [
+        ("convnet", (3, 32, 32), 320_010),
+        ("resnet18", (3, 32, 32), 11_173_962),
+        ("resnet9", (3, 32, 32), 2_274_880 + 10),  # ours has a bias behind
+        ("mlp", (1, 28, 28), 118_282),
+    ],
 )
 def test_sizes_are_the_published_ones(name: str, shape: tuple[int, int, int], parameters: int) -> None:
     assert sum(p.numel() for p in NETWORKS[name](shape, 10).parameters()) == parameters
