@@ -1,8 +1,8 @@
 """The classifiers of the evaluation protocol, for images of any size from 8 pixels on.
 
 `mlp`, `small_cnn`: those of the DP papers. `convnet`: that of dataset condensation (three blocks, instance norm).
-`resnet18`: He et al., with a stem for small images. `resnet9`: FFCV's, by which DP-MEPF is measured. `lenet`, `alexnet`,
-`vgg11`: the condensation papers' other ones. (Logistic regression is fitted, not trained: see
+`resnet18`: He et al., with a stem for small images. `resnet9`: FFCV's, DP-MEPF's measure. `lenet`, `alexnet`, `vgg11`:
+the condensation papers' other ones. (Logistic regression is fitted, not trained: see
 `evaluate/classifiers.py`.)
 """
 
