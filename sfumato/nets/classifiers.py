@@ -172,7 +172,9 @@ class Added(nn.Sequential):
     """What the layers make of maps is added to these."""
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = super().forward(maps)
+        made = maps
+        for layer in self:
+            made = layer(made)
         return maps + made
 
 
