@@ -40,7 +40,7 @@ COLD = {"warm": "none", "sampling_prob": 0.03}
 ALONE = {"warm_share": 0.99, "steps": 2}
 PUBLISHED = {"form": "published", "steps": 5_000}
 RESIDUAL = {"residual": "small_cifar10"}
-LARGE = {"autoencoder": "taef2", "width": 64, "steps": 150, "sampling_prob": 0.2, "views": 2}
+LARGE = {"autoencoder": "taef2", "width": 64, "steps": 150, "sampling_prob": 0.2}
 MOST, FEWER = 60_000, 10_000  # images that are drawn; the latter where one network is drawn from in many ways
 DRAWN: dict[str, dict[str, Any]] = {
     "hamiltonian": {},

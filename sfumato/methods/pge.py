@@ -81,7 +81,6 @@ class GradientEstimation(WarmStart):
     on_cpu: ClassVar[dict[str, Any]] = {
         "warm": "dp-merf",
         "sampling_prob": 0.01,
-        "views": 2,
         "width": 16,
         "warm_steps": 600,
         "warm_batch": 64,
@@ -92,7 +91,7 @@ class GradientEstimation(WarmStart):
     objective: str = "denoising"
     steps: int = 60
     sampling_prob: float = 0.1
-    views: int = 4
+    views: int = 2
     bound: float = 0.1
     learning_rate: float = 1e-4
     ema: float = 0.99
