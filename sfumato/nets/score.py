@@ -56,7 +56,7 @@ class Score(nn.Module):
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """F, and what it is the slope of."""
-        inputs = noisy / (levels.view(-1, 1, 1, 1).square() + DATA**2).sqrt()
+        inputs = (noisy / (levels.view(-1, 1, 1, 1).square() + DATA**2).sqrt()).to(self.unet.entry.weight.dtype)
         told = levels.log() / 4
         if self.kind == "score":
             field: torch.Tensor = self.unet(inputs, told, labels, code)

@@ -50,13 +50,14 @@ class UNet(nn.Module):
         angles = levels[:, None] * torch.exp(steps * math.log(1000.0))
         member = labels[:, None] == torch.arange(self.classes, device=labels.device)
         named = math.sqrt(self._frequencies) * member  # as long as what says the level: it matters as much
-        context = self.context(torch.cat([angles.sin(), angles.cos(), named], 1))
+        context = self.context(torch.cat([angles.sin(), angles.cos(), named], 1).to(images.dtype))
         maps, kept = self.entry(images), []
         for block, narrow in zip(self.down, self.narrow, strict=True):
             kept.append(block(maps, context))
             maps = narrow(kept[-1])
         if self.coded is not None:
-            maps = maps + self.coded(code)
+            assert code is not None
+            maps = maps + self.coded(code.to(images.dtype))
         maps = self.middle(maps, context)
         for widen, block in zip(self.widen, self.up, strict=True):
             beside = kept.pop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -87,3 +89,14 @@ def test_sliced_and_denoising_score_matching_agree_on_a_gaussian() -> None:
         assert found == pytest.approx(right, abs=0.05), name
         weight = 1 if name == "denoising" else DATA**2 / data
         assert float(bend.detach()) == pytest.approx(weight * total, rel=0.1), name
+
+
+def test_a_copy_in_bfloat16_tells_the_same() -> None:
+    """Sampling on a GPU runs on one."""
+    network, (x, levels, labels) = small("score", code=4), noisy()
+    code = torch.randn(4, 4, 4, 4)
+    with torch.no_grad():
+        exact, _ = network.field(x, levels, labels, code)
+        rough, _ = copy.deepcopy(network).bfloat16().field(x, levels, labels, code)
+    assert rough.dtype == torch.float32
+    assert 0 < float((rough - exact).norm()) < 0.03 * float(exact.norm())
