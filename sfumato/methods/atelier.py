@@ -11,8 +11,8 @@ has few entries that noise can fall on, and descends in all directions at about 
 by a private image. A public encoder, if one is named, is a third thing to look at. Where the painter paints an
 autoencoder's maps, the teacher looks at these in the place of scattering: images would have to be decoded first.
 
-Released: what `dp-kernel` releases; and `teacher_steps` noisy sums over all images of the gradients of the teacher's
-loss, each clipped to `teacher_bound`.
+Released: what `dp-kernel` releases; and some noisy sums over all images of the gradients of the teacher's loss, each
+clipped to `teacher_bound`; how many is settled by the budget and by public facts.
 Public: image shape, class names, a public encoder if one is named; frequencies and initial weights, from the seed.
 Events: Gaussian sums over all images (or Poisson samples of them), composed exactly. The proof is that of a
 composition: each release is the Gaussian mechanism on a sum of bounded rows, and nothing else is seen.
@@ -37,16 +37,21 @@ from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track
 
 Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")
 MOMENTUM = 0.9
 AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
-CALM = 1e-4  # noise of all the teacher's gradients together, per image, above which the rate is lower
+CALM = (
+    6e-3  # noise of all the teacher's gradients together, per image, times their number, above which the rate is lower
+)
+QUIET = 3e-5  # such noise, below which there is more to learn: more steps, and more components
+FEW_STEPS, MANY_STEPS, ASSUMED = 60, 200, 30_000  # images, where nobody says how many there are
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
-COMPONENTS, LEVELLING, LEAST_SPREAD = 500, 0.5, 1e-4  # components; the power by which their spreads are levelled
+FEW, MANY = 500, 1500  # components
+LEVELLING, LEAST_SPREAD = 0.5, 1e-4  # the power by which their spreads are levelled
 NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
 SEEN_AT_ONCE = 250  # images: a network that looks at them keeps megabytes of each
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
@@ -59,21 +64,24 @@ class Atelier(KernelGenerator):
     disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`,
     they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples
     come with the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of
-    the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; the rate is lower where noise is
-    great. teacher_encoder: a public network that the teacher alone looks through, as `load_perceptual` takes it; left
-    out, it is `encoder`. teacher_side: images are enlarged to so many pixels across for it; networks see more where
-    images are about as large as those that they were trained on. All others are the painter's, as in `dp-kernel`.
+    the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; 0 steps: as many as suit the noise,
+    and the rate is lower where that is great. teacher_encoder: a public network that the teacher alone looks through,
+    as `load_perceptual` takes it; left out, it is `encoder`. teacher_side: images are enlarged to so many pixels across
+    for it; networks see more where images are about as large as those that they were trained on. All others are the
+    painter's, as in `dp-kernel`.
     """
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
     summary: ClassVar[str] = "dp-kernel's painter, and a private teacher who says what its images show"
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels"})
+    may_be_zero: ClassVar[frozenset[str]] = KernelGenerator.may_be_zero | {"teacher_steps"}
+    on_cpu: ClassVar[dict[str, Any]] = {**KernelGenerator.on_cpu, "teacher_steps": FEW_STEPS}
 
     disagreement: str = "relabel"
     soft_labels: bool = False
     teacher_share: float = 0.4
-    teacher_steps: int = 60
+    teacher_steps: int = 0
     teacher_bound: float = 0.5
     teacher_rate: float = 60.0
     teacher_encoder: str = ""
@@ -88,8 +96,8 @@ class Atelier(KernelGenerator):
             raise ValueError(
                 "teacher_encoder looks at images, and with autoencoder the teacher sees its maps; leave one out"
             )
-        if self.teacher_steps < 2:
-            raise ValueError(f"teacher_steps must be at least 2, got {self.teacher_steps}")
+        if self.teacher_steps == 1:
+            raise ValueError("teacher_steps must be at least 2, or 0 for as many as suit the noise")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
         return super().validate()
@@ -100,9 +108,16 @@ class Atelier(KernelGenerator):
             if self.soft_labels:
                 raise DataError(NO_TEACHER)
             return painter
-        times, share = self.teacher_steps, self.teacher_share
+        times, share = self._teacher_steps(public), self.teacher_share
         weight = math.sqrt(times * (1 - share) / (share * self._stages))
         return [*painter, Release("teacher", times, self.sampling_prob, weight=weight)]
+
+    def _teacher_steps(self, public: PublicFacts) -> int:
+        """Those that are asked for; or more where the noise, which public facts and the budget tell, is small."""
+        if self.teacher_steps:
+            return self.teacher_steps
+        together = calibrate([Release("all")], self._budget()).releases[0].noise / math.sqrt(self.teacher_share)
+        return MANY_STEPS if together < QUIET * (sum(public.sizes or ()) or ASSUMED) else FEW_STEPS
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         own = {"teacher_encoder": load_perceptual(self.teacher_encoder).facts} if self.teacher_encoder else {}
@@ -129,14 +144,16 @@ class Atelier(KernelGenerator):
         labels = self._even_labels(self.lessons)
         painted = self._painted(labels, generator)
         teacher = self._new_teacher(public, Taught(painted, labels, len(public.classes), generator))
-        components = Components(torch.cat([teacher.look(part) for part in painted.split(self.sample_batch)]), self.seed)
+        times, expected = vault.plan["teacher"].times, float(self.counts_.sum())
+        noise = vault.plan["teacher"].noise / (math.sqrt(times) * expected)
+        rows = torch.cat([teacher.look(part) for part in painted.split(self.sample_batch)])
+        components = Components(rows, MANY if noise < QUIET else FEW, self.seed)
         linear = nn.utils.skip_init(nn.Linear, components.axes.shape[1], len(public.classes), bias=False)
         nn.init.zeros_(linear.to(self.torch_device).weight)
         velocity = torch.zeros_like(linear.weight)
-        seen, expected = vault.map(lambda images: components(teacher.look(images))), float(self.counts_.sum())
-        noise = vault.plan["teacher"].noise / (math.sqrt(self.teacher_steps) * expected)
-        rate = self.teacher_rate * (min(1.0, CALM / noise) if noise > 0 else 1.0)
-        for _ in track(self.teacher_steps, "teacher"):
+        seen = vault.map(lambda images: components(teacher.look(images)))
+        rate = self.teacher_rate * (min(1.0, CALM / (noise * times)) if noise > 0 else 1.0)
+        for _ in track(times, "teacher"):
             sums = seen.gradient(
                 linear,
                 _surprise,
@@ -268,9 +285,9 @@ class Teacher(nn.Module):
 class Components:
     """Principal components of public rows, scaled: rows get a mean norm of one, and lesser components more weight."""
 
-    def __init__(self, rows: torch.Tensor, seed: int) -> None:
+    def __init__(self, rows: torch.Tensor, most: int, seed: int) -> None:
         self.centre = rows.mean(0)
-        count = min(COMPONENTS, *rows.shape)
+        count = min(most, *rows.shape)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             torch.manual_seed(seed)
             _, spread, axes = torch.svd_lowrank(rows - self.centre, count, niter=2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfumato.data import DataError, ImageSet
+from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.methods.atelier import Atelier, Components
 from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
@@ -41,6 +41,17 @@ def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> 
     painter, teacher = ((plan[name].times / plan[name].noise ** 2) for name in ("sums", "teacher"))
     assert teacher / (painter + teacher) == pytest.approx(share)
     assert plan.epsilon == pytest.approx(20.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "sizes", "steps"),
+    [(10.0, (30_000, 30_000), 200), (10.0, None, 200), (10.0, (4_000, 4_000), 60), (1.0, (30_000, 30_000), 60)],
+)
+def test_there_is_more_to_learn_where_there_is_less_noise(
+    epsilon: float, sizes: tuple[int, int] | None, steps: int
+) -> None:
+    public = PublicFacts((1, 28, 28), ("a", "b"), labelled=True, sizes=sizes)
+    assert Atelier(epsilon=epsilon, device="cpu").plan(public)["teacher"].times == steps
 
 
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
@@ -132,7 +143,7 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
     generator = torch.Generator().manual_seed(0)
     spread = torch.logspace(0, -2, 20)
     rows = 3 + torch.randn(500, 20, generator=generator) * spread
-    scaled = Components(rows, seed=0)(rows)
+    scaled = Components(rows, 500, seed=0)(rows)
     assert scaled.norm(dim=1).mean().item() == pytest.approx(1.0, rel=1e-5)
     ratio = float(scaled.std(0)[0] / scaled.std(0)[19])
     assert ratio == pytest.approx(math.sqrt(100), rel=0.3)  # 100 before, levelled by its root
