@@ -62,22 +62,25 @@ class PerceptualEmbedding(GeneratorMethod):
     encoder: a name, path or checksum as `load_perceptual` takes it; `auto`, one that this package brings; `scattering`,
     pixels and wavelet coefficients, which nobody trained; `dp`, one that learns from the private images, by
     `encoder_steps` noisy gradients for `encoder_share` of the budget. layers: `balanced`, all of a network's layers
-    weigh the same; `paper`, each by its activations, of which the first layers have most. moments: 1, or 2 with
-    squares. stopping: keep the snapshot of the generator, out of `snapshots`, that is nearest to another release. loss:
-    `square`, the distance itself, unbiased in the batch; `moving`, along a moving average of the difference (GFMN) with
-    rate `moving_rate`.
+    weigh the same; `paper`, each by its activations, of which the first layers have most. tones: so many levels of
+    brightness, by pixel and colour, are a further layer: normed activations say less of how light images are. moments:
+    1, or 2 with squares. stopping: keep the snapshot of the generator, out of `snapshots`, that is nearest to another
+    release. loss: `square`, the distance itself, unbiased in the batch; `moving`, along a moving average of the
+    difference (GFMN) with rate `moving_rate`.
     steps, batch_size, learning_rate, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-mepf"
     paper: ClassVar[str] = "Harder et al., TMLR 2023"
     summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "tones"})
     on_cpu: ClassVar[dict[str, Any]] = {"encoder": "scattering", "steps": 1500, "batch_size": 100}
 
     encoder: str = "auto"
     encoder_share: float = 0.5
     encoder_steps: int = 200
     layers: str = "balanced"
+    tones: int = 0
     moments: int = 2
     stopping: bool = True
     snapshots: int = 10
@@ -98,6 +101,8 @@ class PerceptualEmbedding(GeneratorMethod):
             raise ValueError(f"encoder_steps must be at least 2, got {self.encoder_steps}")
         if not self.encoder_share < 1:
             raise ValueError(f"encoder_share must lie between 0 and 1, got {self.encoder_share!r}")
+        if self.tones and (self.tones < 2 or self.layers != "balanced" or self.encoder == NO_WEIGHTS):
+            raise ValueError("tones must be 0, or at least 2 beside a network's balanced layers")
         if self.moments not in (1, 2):
             raise ValueError(f"moments must be 1 or 2, got {self.moments!r}")
         return super().validate()
@@ -134,8 +139,8 @@ class PerceptualEmbedding(GeneratorMethod):
         counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
         self.counts_ = counts.float().clamp_min(1)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
-        if isinstance(embedding.maps, PrivateEncoder):
-            embedding.maps.learn(vault, vault.plan["encoder"], float(total))
+        if isinstance(embedding.network, PrivateEncoder):
+            embedding.network.learn(vault, vault.plan["encoder"], float(total))
         rows = partial(embedding.rows, powers=self._powers, stopping=self.stopping)
         sums = vault.sum(rows, release="moments", bound=self._bound, by_class=True) / total
         means = [sums[:, embedding.dimension * place :][:, : embedding.dimension] for place in range(self.moments)]
@@ -179,14 +184,14 @@ class PerceptualEmbedding(GeneratorMethod):
         """The encoder that is asked for; raises `DataError` where there is none."""
         if self.encoder == NO_WEIGHTS:
             return _scattering(public.shape, self.torch_device)
-        balanced = self.layers == "balanced"
+        balanced, further = self.layers == "balanced", self.tones * math.prod(public.shape)
         if self.encoder == PRIVATE:
             network = PrivateEncoder(public.shape, len(public.classes), self.seed).to(self.torch_device)
-            return Embedding(network, network.dimension(public.shape), FACTS, balanced)
+            return Embedding(network, network.dimension(public.shape) + further, FACTS, balanced, self.tones)
         name = ENCODERS[public.shape[0]] if self.encoder == "auto" else self.encoder
         precision = torch.bfloat16 if self.torch_device.type == "cuda" else torch.float32
         encoder = load_perceptual(name, self.torch_device, precision)
-        return Embedding(encoder, encoder.dimension(public.shape), encoder.facts, balanced)
+        return Embedding(encoder, encoder.dimension(public.shape) + further, encoder.facts, balanced, self.tones)
 
     # -- what the noise does --------------------------------------------------------------------------------------
 
@@ -213,12 +218,18 @@ class Embedding:
     """An encoder: images in [-1, 1] to maps [N, c, h, w] without negative entries; how many numbers; what it is.
 
     balanced: each map is divided by its own norm, and all by the root of their number; or all by the norm of them all.
+    tones: levels of brightness that are a map before the network's.
     """
 
-    maps: Callable[[torch.Tensor], list[torch.Tensor]]
+    network: Callable[[torch.Tensor], list[torch.Tensor]]
     dimension: int
     facts: dict[str, Any]
     balanced: bool
+    tones: int = 0
+
+    def maps(self, images: torch.Tensor) -> list[torch.Tensor]:
+        seen = self.network(images)
+        return [tones(images, self.tones).to(seen[0]), *seen] if self.tones else seen
 
     def rows(self, images: torch.Tensor, powers: range, stopping: bool) -> torch.Tensor:
         """phi_1, and phi_2, each of norm one (or zero); then a tenth of those of the last map's means."""
@@ -291,6 +302,13 @@ def distance(made: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tens
     The square of a mean is biased by its variance; as the norm of a row is constant, count / (count - 1) undoes that.
     """
     return (count / (count - 1) * made.square() - 2 * made * wanted).sum()
+
+
+def tones(images: torch.Tensor, count: int) -> torch.Tensor:
+    """How near each pixel is to each of `count` levels from black to white: 1 at a level, 0 at the next; a sum of 1."""
+    levels = torch.linspace(-1, 1, count, device=images.device).view(-1, 1, 1)
+    near = 1 - (images[:, :, None].clamp(-1, 1) - levels).abs() * (count - 1) / 2
+    return near.clamp_min(0).flatten(1, 2)
 
 
 def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, float, float]:

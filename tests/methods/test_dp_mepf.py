@@ -24,6 +24,7 @@ from sfumato.methods.dp_mepf import (
     PerceptualEmbedding,
     distance,
     shift_bounds,
+    tones,
 )
 from sfumato.methods.generating import Training
 from sfumato.privacy import Budget, Release, Vault
@@ -78,6 +79,22 @@ def test_brightness_shows(source: str) -> None:
         for power in (1, 2):
             difference = one_moment(embedding, 2 * light - 1, power) - one_moment(embedding, light - 1, power)
             assert difference.norm(dim=1).min() > 0.1
+
+
+def test_tones_are_a_layer_of_their_own(encoder: str) -> None:
+    plain, toned = (
+        PerceptualEmbedding(encoder=encoder, tones=count, device="cpu")._embedding(FACTS) for count in (0, 3)
+    )
+    images = torch.rand(5, *FACTS.shape) * 2 - 1
+    with torch.no_grad():
+        assert toned.dimension == plain.dimension + 3 * math.prod(FACTS.shape)
+        assert one_moment(toned, images, 2).shape == (5, toned.dimension)
+        first, *others = toned.maps(images)
+        assert all(torch.equal(a, b) for a, b in zip(others, plain.maps(images), strict=True))
+    assert torch.allclose(first.unflatten(1, (1, 3)).sum(2), torch.ones(5, *FACTS.shape))
+    middle = torch.tensor([-2.0, -1.0, -0.5, 0.0, 1.0]).view(1, 1, 1, 5)
+    near = tones(middle, 3)[0, :, 0].T.tolist()
+    assert near == [[1, 0, 0], [1, 0, 0], [0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]]
 
 
 def test_second_moments_are_squares_of_what_the_first_normalise(encoder: str) -> None:
@@ -190,7 +207,7 @@ def test_released_moments_are_the_sums_over_all_images(few_digits: ImageSet, sou
 
 @pytest.mark.slow
 def test_it_is_sound_with_a_network(fewer_digits: ImageSet, encoder: str) -> None:
-    settings = {**QUICK, "encoder": encoder, "steps": 2, "snapshots": 1}
+    settings = {**QUICK, "encoder": encoder, "tones": 2, "steps": 2, "snapshots": 1}
     check_synthesizer(lambda **params: PerceptualEmbedding(**{**settings, **params}), fewer_digits)
 
 
@@ -226,7 +243,7 @@ def test_an_encoder_that_changes_under_way_is_refused(few_digits: ImageSet, monk
         model.fit(few_digits)
 
 
-@pytest.mark.parametrize(("name", "value"), [("loss", "cubic"), ("moments", 3), ("network", "large")])
+@pytest.mark.parametrize(("name", "value"), [("loss", "cubic"), ("moments", 3), ("network", "large"), ("tones", 1)])
 def test_wrong_parameters(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         sf.create("dp-mepf", **{name: value})
