@@ -44,10 +44,8 @@ Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")
 MOMENTUM = 0.9
 AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
-CALM = (
-    6e-3  # noise of all the teacher's gradients together, per image, times their number, above which the rate is lower
-)
-QUIET = 3e-5  # such noise, below which there is more to learn: more steps, and more components
+CALM = 6e-3  # noise of all the teacher's gradients together, per image, times their number: above it the rate is lower
+QUIET = 3e-5  # that noise, below which there is more to learn: more steps, and more components
 FEW_STEPS, MANY_STEPS, ASSUMED = 60, 200, 30_000  # images, where nobody says how many there are
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 FEW, MANY = 500, 1500  # components

@@ -136,9 +136,9 @@ class Training:
 
 
 class Slope:
-    """Gradients of a loss, its mean over rows that are not private; on a GPU one launch.
+    """Gradients of a loss, its mean over rows; on a GPU one launch, and in bfloat16 if `fast`.
 
-    `fast`: in bfloat16 there.
+    Nothing is clipped or noised: for rows that are not private, and for the published form, which promises nothing.
     """
 
     def __init__(self, loss: Callable[..., torch.Tensor], network: Score, *, fast: bool = False) -> None:
