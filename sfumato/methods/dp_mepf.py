@@ -63,8 +63,8 @@ class PerceptualEmbedding(GeneratorMethod):
     pixels and wavelet coefficients, which nobody trained; `dp`, one that learns from the private images, by
     `encoder_steps` noisy gradients for `encoder_share` of the budget. layers: `balanced`, all of a network's layers
     weigh the same; `paper`, each by its activations, of which the first layers have most. tones: so many levels of
-    brightness, by pixel and colour, are a further layer: normed activations say less of how light images are. moments:
-    1, or 2 with squares. stopping: keep the snapshot of the generator, out of `snapshots`, that is nearest to another
+    brightness, by pixel and colour, are a further layer, which says how light an image is where. moments: 1, or 2 with
+    squares. stopping: keep the snapshot of the generator, out of `snapshots`, that is nearest to another
     release. loss: `square`, the distance itself, unbiased in the batch; `moving`, along a moving average of the
     difference (GFMN) with rate `moving_rate`.
     steps, batch_size, learning_rate, ema: of the generator.
