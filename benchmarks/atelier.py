@@ -5,13 +5,15 @@
 Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with what the
 teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`,
 `painter` (pixels only; no taught features), `images` (how many are generated), `soft` (the teacher's probabilities in
-place of hard labels, for images that are relabelled, and for all as the painter makes them), `core` (defaults without
-a GPU: `--tables core --device cpu --seeds 1`).
+place of hard labels, for images that are relabelled, and for all as the painter makes them), `encoder` (the teacher
+looks through a public network, too: weights of EfficientNet-Lite0 in $SFUMATO_WEIGHTS), `core` (defaults without a GPU:
+`--tables core --device cpu --seeds 1`). Of the first seed of `budget` also the fidelity, in that network's features.
 
 The protocol is that of `dp_kernel.py`: class sizes declared public, 60,000 images (or as many as there are private
 ones), tested once on the real test split; each seed draws its own frequencies, networks and classifier. With
 `--held-out` a sixth of the training images takes the place of the test split: for choosing settings. Rows that the JSON
-file holds are not made again.
+file holds are not made again. DATA is a folder with mednist.npz, celeba.npz (faces by gender at 32 pixels) and
+brain_mri64.npz (scans by diagnosis at 64); the other sets are found by name.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from running import DATA, Job, Row, arguments, carry_out, known, load
 
 import sfumato as sf
 from sfumato.data import ImageSet, contact_sheet
-from sfumato.evaluate import downstream_accuracy
+from sfumato.evaluate import downstream_accuracy, fidelity
 from sfumato.methods.atelier import DISAGREEMENT, Atelier
 
 CLASSIFIERS = ("small_cnn", "convnet", "resnet18")
 MOST = 60_000
+FIDELITY = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
+OTHERS = ("mednist", "celeba", "brain_mri64")
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -58,7 +62,9 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     if "soft" in options.tables:
         add("soft", GREY, {"epsilon": 1.0}, ways=("relabel", "relabel, soft", "keep, soft"))
     for epsilon in BUDGETS if "budget" in options.tables else ():
-        add("budget", ("mednist", "celeba"), {"epsilon": epsilon}, ways=DISAGREEMENT)
+        add("budget", OTHERS, {"epsilon": epsilon}, ways=DISAGREEMENT)
+    if "encoder" in options.tables:
+        add("encoder: EfficientNet-Lite0", ("cifar10",), {"epsilon": 1.0, "teacher_encoder": "effnet_lite0"})
     if "core" in options.tables:
         add("core", GREY, {"epsilon": 1.0})
     return found
@@ -90,10 +96,14 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
             synthetic = model.sample(
                 min(count, len(images)) if count == MOST else count, disagreement=disagreement, soft_labels=bool(soft)
             )
-            if options.pictures and job["seed"] == 0 and way == "relabel" and count == MOST:
+            first = job["seed"] == 0 and way == "relabel" and count == MOST
+            if options.pictures and first:
                 name = job["table"].replace(":", "").replace(" ", "_")
                 contact_sheet(synthetic, options.pictures / f"{name}_{job['data']}_{job['params']['epsilon']:g}.png")
-            for classifier in options.classifiers if way == "relabel" else options.classifiers[:1]:
+            if job["table"] == "budget" and first:
+                measured = fidelity(synthetic, test, device=model.torch_device, progress=False)
+                rows += [{**about, "way": way, "classifier": name, "value": measured[name]} for name in FIDELITY]
+            for classifier in options.classifiers if disagreement == "relabel" else options.classifiers[:1]:
                 found = downstream_accuracy(
                     synthetic, test, classifier, seeds=(job["seed"],), device=model.torch_device
                 )
@@ -112,9 +122,9 @@ def group(row: Row) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    tables = ["budget", "teacher_share", "painter", "images", "soft"]
+    tables = ["budget", "teacher_share", "painter", "images", "soft", "encoder"]
     parser.add_argument("--tables", nargs="+", default=tables, choices=[*tables, "core"])
-    parser.add_argument("--data", nargs="+", default=list(DATA))
+    parser.add_argument("--data", nargs="+", default=[*DATA, "brain_mri64"])
     parser.add_argument("--classifiers", nargs="+", default=list(CLASSIFIERS))
     parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
