@@ -2,12 +2,13 @@
 
     python benchmarks/atelier.py --folder DATA --workers 5 --json benchmarks/results/atelier.json --pictures DIR
 
-Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with what the
-teacher disagrees on dropped, and kept, which is the painter alone on its part of the budget), `teacher_share`,
-`painter` (pixels only; no taught features), `images` (how many are generated), `soft` (the teacher's probabilities in
-place of hard labels, for images that are relabelled, and for all as the painter makes them), `encoder` (the teacher
-looks through a public network, too: weights of EfficientNet-Lite0 in $SFUMATO_WEIGHTS), `core` (defaults without a GPU:
-`--tables core --device cpu --seeds 1`). Of the first seed of `budget` also the fidelity, in that network's features.
+Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with soft labels,
+and with what the teacher disagrees on dropped, or kept, which is the painter alone on its part of the budget),
+`teacher_share`, `painter` (pixels only; no taught features), `images` (how many are generated), `soft` (the teacher's
+probabilities in place of hard labels, for images that are relabelled, and for all as the painter makes them), `encoder`
+(the teacher looks through a public network, too: weights of EfficientNet-Lite0 in $SFUMATO_WEIGHTS), `core` (defaults
+without a GPU: `--tables core --device cpu --seeds 1`). Of the first seed of `budget` also the fidelity, in that
+network's features.
 
 The protocol is that of `dp_kernel.py`: class sizes declared public, 60,000 images (or as many as there are private
 ones), tested once on the real test split; each seed draws its own frequencies, networks and classifier. With
@@ -32,6 +33,7 @@ from sfumato.evaluate import downstream_accuracy, fidelity
 from sfumato.methods.atelier import DISAGREEMENT, Atelier
 
 CLASSIFIERS = ("small_cnn", "convnet", "resnet18")
+WAYS = ("relabel", "relabel, soft", *DISAGREEMENT[1:])
 MOST = 60_000
 FIDELITY = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
 OTHERS = ("mednist", "celeba", "brain_mri64")
@@ -50,7 +52,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
                 found.append(job)
 
     for epsilon in BUDGETS if "budget" in options.tables else ():
-        add("budget", ("cifar10", *GREY), {"epsilon": epsilon}, ways=DISAGREEMENT)
+        add("budget", ("cifar10", *GREY), {"epsilon": epsilon}, ways=WAYS)
     for share in (0.2, 0.6) if "teacher_share" in options.tables else ():
         add(f"teacher_share {share:g}", GREY, {"epsilon": 1.0, "teacher_share": share})
     if "painter" in options.tables:
@@ -62,7 +64,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     if "soft" in options.tables:
         add("soft", GREY, {"epsilon": 1.0}, ways=("relabel", "relabel, soft", "keep, soft"))
     for epsilon in BUDGETS if "budget" in options.tables else ():
-        add("budget", OTHERS, {"epsilon": epsilon}, ways=DISAGREEMENT)
+        add("budget", OTHERS, {"epsilon": epsilon}, ways=WAYS)
     if "encoder" in options.tables:
         add("encoder: EfficientNet-Lite0", ("cifar10",), {"epsilon": 1.0, "teacher_encoder": "effnet_lite0"})
     if "core" in options.tables:
