@@ -1,6 +1,14 @@
 """Measures of a synthetic set: what a classifier learns from it, and how close it is to real images."""
 
-from sfumato.evaluate.classifiers import CLASSIFIERS, Accuracy, Recipe, aligned, check_comparable, downstream_accuracy
+from sfumato.evaluate.classifiers import (
+    ANNEALED,
+    CLASSIFIERS,
+    Accuracy,
+    Recipe,
+    aligned,
+    check_comparable,
+    downstream_accuracy,
+)
 from sfumato.evaluate.evaluation import (
     PROFILES,
     PrivateMeasurementWarning,
@@ -13,6 +21,7 @@ from sfumato.evaluate.fidelity import fidelity
 from sfumato.evaluate.ood import Detection, detect, detect_each, least_likely
 
 __all__ = [
+    "ANNEALED",
     "CLASSIFIERS",
     "PROFILES",
     "Accuracy",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, load_images
-from sfumato.evaluate import CLASSIFIERS, Accuracy, Recipe, aligned, downstream_accuracy
+from sfumato.evaluate import ANNEALED, CLASSIFIERS, Accuracy, Recipe, aligned, downstream_accuracy
 from sfumato.evaluate.classifiers import _logistic, _unit
 
 
@@ -37,6 +39,14 @@ def test_condensed_sets_learn_with_augmentation(digits: ImageSet, test_digits: I
     index = torch.cat([(digits.labels == label).nonzero()[:10, 0] for label in range(10)])
     recipe = Recipe(epochs=150, condensed=True)
     assert downstream_accuracy(digits.subset(index), test_digits, "convnet", recipe=recipe).mean > 60
+
+
+def test_the_annealed_recipe_is_that_of_a_papers_authors(digits: ImageSet, test_digits: ImageSet) -> None:
+    """Ten epochs of 512 images; the rate is a triangle up to a half; labels are smoothed; and it learns."""
+    assert (ANNEALED.epochs, ANNEALED.batch_size, ANNEALED.smoothing) == (10, 512, 0.1)
+    assert [ANNEALED.annealed_rate(done) for done in (0.0, 0.25, 0.5, 0.9)] == pytest.approx([0.0, 0.25, 0.5, 0.1])
+    few, test = digits.subset(range(0, 1400, 2)), test_digits.subset(range(150))
+    assert downstream_accuracy(few, test, "resnet9", recipe=replace(ANNEALED, epochs=4, batch_size=64)).mean > 80
 
 
 def test_logistic_regression_is_scikit_learns(digits: ImageSet, test_digits: ImageSet) -> None:
