@@ -104,7 +104,7 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
                 contact_sheet(synthetic, options.pictures / f"{name}_{job['data']}_{job['params']['epsilon']:g}.png")
             if job["table"] == "budget" and first:
                 measured = fidelity(synthetic, test, device=model.torch_device, progress=False)
-                rows += [{**about, "way": way, "classifier": name, "value": measured[name]} for name in FIDELITY]
+                rows += [{**about, "way": way, "classifier": of, "value": round(measured[of], 4)} for of in FIDELITY]
             for classifier in options.classifiers if disagreement == "relabel" else options.classifiers[:1]:
                 found = downstream_accuracy(
                     synthetic, test, classifier, seeds=(job["seed"],), device=model.torch_device

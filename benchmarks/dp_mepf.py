@@ -119,8 +119,8 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
 def _measure(measure: str, synthetic: ImageSet, test: ImageSet, seed: int, device: torch.device) -> float:
     if measure == "fd":
         return fidelity(synthetic, test, device=device, sample=len(test), progress=False)[DISTANCE]
-    name, _, annealed = measure.partition(", ")
-    recipe = ANNEALED if annealed else Recipe()
+    name, _, how = measure.partition(", ")
+    recipe = ANNEALED if how == "annealed" else Recipe()
     return downstream_accuracy(synthetic, test, name, seeds=(seed,), recipe=recipe, device=device).mean
 
 
