@@ -50,6 +50,7 @@ INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
 LESSON_EPOCHS = 3  # how often a network sees the images that it is taught on
+EVEN, COLOUR = 1e-2, 8.0  # a slope that is none; how much less than brightness colours change between pixels
 MAP_GROUP = 4  # maps of a network that are normalised together
 LEAST_ACROSS = 4  # pixels of an encoder's map
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
@@ -79,14 +80,15 @@ class KernelGenerator(GeneratorMethod):
     as for taught features; none by default. autoencoder: `taef2`, to paint its maps in place of pixels; for images of
     more than 64 pixels a side. window: sizes of windows, in image sides. features: number
     of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
-    network is taught on. steps: in all. sampling_prob: q.
+    network is taught on. smoothness: what roughness (total variation) costs an image, in proportion to the noise: noise
+    in a target asks for specks, and images have few. steps: in all. sampling_prob: q.
     network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-kernel"
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and taught features"
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share"})
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share", "smoothness"})
     on_cpu: ClassVar[dict[str, Any]] = {
         "steps": 1800,
         "features_per_step": 500,
@@ -109,6 +111,7 @@ class KernelGenerator(GeneratorMethod):
     autoencoder: str = ""
     window: tuple[float, float] = (0.05, 1.0)
     lessons: int = 12_000
+    smoothness: float = 0.0
     batch_size: int = 600
     learning_rate: float = 5e-3
     ema: float = 0.99
@@ -197,9 +200,14 @@ class KernelGenerator(GeneratorMethod):
             if stage == len(training.paths):
                 features = self._frequencies(training, stage, encoder)
                 sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
-                training.add(features, sums / expected)
+                training.add(features, sums / expected, self._smoothing(vault.plan["sums"].noise / expected))
             training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
             training.follow(self.features_per_step)
+
+    def _smoothing(self, noise: torch.Tensor) -> torch.Tensor:
+        """What roughness costs, class by class: in proportion to the norm of the noise in the means, to 1 at most."""
+        strength = 0.0 if self.autoencoder else self.smoothness
+        return strength * (noise * math.sqrt(2 * self.features)).clamp_max(1)
 
     @property
     def _stages(self) -> int:
@@ -309,10 +317,12 @@ class Following(Training):
         super().__init__(method, public, generator, each=each, ema=method.ema)
         self.vectors = Vectors(public.shape).to(generator.device)
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
+        self.smoothing = torch.zeros(len(public.classes), 1, device=generator.device)
 
-    def add(self, features: Frequencies, means: torch.Tensor) -> None:
-        """A path to follow from now on: noisy mean features of each class."""
+    def add(self, features: Frequencies, means: torch.Tensor, smoothing: torch.Tensor) -> None:
+        """A path to follow from now on: noisy mean features of each class, and what roughness costs for it."""
         self.paths.append((features, means.float()))
+        self.smoothing = self.smoothing + smoothing
         self._step = Graph(self._match)
 
     def follow(self, count: int) -> None:
@@ -328,9 +338,15 @@ class Following(Training):
         return Taught(torch.cat(batches), self.labels.repeat(len(batches)), self.classes, self.generator)
 
     def _match(self, features: Frequencies, wanted: torch.Tensor, latent: torch.Tensor) -> None:
-        """Down |wanted - mean|², summed over classes; a path's features have norm 1, so n / (n - 1) undoes its bias."""
-        made = self.by_class(features(self.images(Latent(latent)))).mean(1)
-        self.descend((self.each / (self.each - 1) * made.square() - 2 * made * wanted).sum())
+        """Down |wanted - mean|² and roughness, summed over classes.
+
+        A path's features have norm 1, so n / (n - 1) undoes the square's bias.
+        """
+        images = self.images(Latent(latent))
+        made = self.by_class(features(images)).mean(1)
+        rough = self.by_class(roughness(images)).mean(1, keepdim=True)
+        distance = self.each / (self.each - 1) * made.square() - 2 * made * wanted
+        self.descend(distance.sum() + (self.smoothing * rough).sum())
 
 
 class Maps(nn.Module):
@@ -420,6 +436,16 @@ def scaled_maps(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:
     """Maps of images within [-1, 1], as a generator paints them: scaled by a public number, and cut."""
     with torch.no_grad():
         return (autoencoder.encode(images) / REACH).clamp(-1, 1)
+
+
+def roughness(images: torch.Tensor) -> torch.Tensor:
+    """Total variation of each image, per pixel: of brightness and, in images of three colours, of their differences."""
+    if images.shape[1] == 3:
+        red, green, blue = images.unbind(1)
+        warm, yellow = red - green, (red + green) / 2 - blue
+        images = torch.stack([images.mean(1), COLOUR * warm, COLOUR * yellow], 1)
+    across, down = images[..., :-1, 1:] - images[..., :-1, :-1], images[..., 1:, :-1] - images[..., :-1, :-1]
+    return (across.square() + down.square() + EVEN**2).sqrt().mean((2, 3)).sum(1)
 
 
 def published_loss(

@@ -16,7 +16,16 @@ from sfumato.encoders import load_perceptual
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Taught, Vectors, published_loss, smooth_images
+from sfumato.methods.dp_kernel import (
+    Encoded,
+    Following,
+    KernelGenerator,
+    Taught,
+    Vectors,
+    published_loss,
+    roughness,
+    smooth_images,
+)
 from sfumato.methods.registry import create, load
 from sfumato.privacy import Vault
 
@@ -188,6 +197,35 @@ def test_variants_are_saved_and_loaded(variant: str, few_digits: ImageSet, tmp_p
     model.save(tmp_path / "model")
     again = load(tmp_path / "model")
     assert torch.equal(again.sample(20, seed=1).images, model.sample(20, seed=1).images)
+
+
+def test_specks_are_rough_and_specks_of_colour_rougher() -> None:
+    flat, edge, grey_speck, red_speck = torch.zeros(4, 3, 16, 16)
+    edge[:, :, 8:], grey_speck[:, 4, 4], red_speck[0, 4, 4] = 1.0, 1.0, 1.0
+    rough = roughness(torch.stack([flat, edge, grey_speck, red_speck])) - roughness(flat[None])
+    assert rough[0] == 0
+    assert rough[1] == pytest.approx(16 / 16**2, rel=0.1)  # the edge's height times its length
+    assert rough[3] > 3 * rough[2]
+    assert torch.allclose(roughness(grey_speck[None, :1]) - roughness(flat[None, :1]), rough[2], rtol=1e-3)
+
+
+def test_smoothness_costs_in_proportion_to_the_noise() -> None:
+    model = KernelGenerator(**QUICK, smoothness=0.5)
+    noise = torch.tensor([[0.0], [0.01], [0.02], [5.0]])
+    assert torch.allclose(model._smoothing(noise), torch.tensor([[0.0], [0.005 * 40**0.5], [0.01 * 40**0.5], [0.5]]))
+
+
+def test_a_generator_that_follows_grows_smoother_where_roughness_costs(few_digits: ImageSet) -> None:
+    model, generator = KernelGenerator(**QUICK), torch.Generator().manual_seed(0)
+    training = Following(model, few_digits.public(), generator)
+    features = model._frequencies(training, 0, None)
+    costs = torch.tensor([0.0, 0.0, 10.0, 10.0])[:, None]
+    training.add(features, torch.zeros(4, 40), costs)
+    training.set_rate(0.01)
+    for _ in range(100):
+        training.follow(10)
+    rough = training.by_class(roughness(training.images(training.latent()))).mean(1)
+    assert rough[2:].max() < 0.3 * rough[:2].min()
 
 
 def test_one_class_has_nothing_to_be_taught(few_digits: ImageSet) -> None:
