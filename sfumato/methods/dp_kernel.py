@@ -50,7 +50,7 @@ INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
 LESSON_EPOCHS = 3  # how often a network sees the images that it is taught on
-EVEN, COLOUR = 1e-2, 8.0  # a slope that is none; how much less than brightness colours change between pixels
+EVEN, COLOUR = 1e-2, 3.0  # a slope that is none; by how much colours change less than brightness, at least
 MAP_GROUP = 4  # maps of a network that are normalised together
 LEAST_ACROSS = 4  # pixels of an encoder's map
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
@@ -80,8 +80,8 @@ class KernelGenerator(GeneratorMethod):
     as for taught features; none by default. autoencoder: `taef2`, to paint its maps in place of pixels; for images of
     more than 64 pixels a side. window: sizes of windows, in image sides. features: number
     of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
-    network is taught on. smoothness: what roughness (total variation) costs an image, in proportion to the noise: noise
-    in a target asks for specks, and images have few. steps: in all. sampling_prob: q.
+    network is taught on. smoothness: what roughness (total variation) costs an image, in proportion to the noise's
+    square: noise in a target asks for specks, and images have few. steps: in all. sampling_prob: q.
     network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
     """
 
@@ -205,9 +205,9 @@ class KernelGenerator(GeneratorMethod):
             training.follow(self.features_per_step)
 
     def _smoothing(self, noise: torch.Tensor) -> torch.Tensor:
-        """What roughness costs, class by class: in proportion to the norm of the noise in the means, to 1 at most."""
+        """What roughness costs, class by class: in proportion to the noise's square in the means, to 1 at most."""
         strength = 0.0 if self.autoencoder else self.smoothness
-        return strength * (noise * math.sqrt(2 * self.features)).clamp_max(1)
+        return strength * (2 * self.features * noise.square()).clamp_max(1)
 
     @property
     def _stages(self) -> int:
