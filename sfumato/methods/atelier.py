@@ -35,7 +35,8 @@ from torch.nn import functional
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
-from sfumato.methods.dp_kernel import Encoded, KernelGenerator, Maps, Taught, Vectors, body, scaled_maps
+from sfumato.methods.dp_kernel import KernelGenerator
+from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
 from sfumato.privacy import Release, Vault, calibrate
 from sfumato.progress import track

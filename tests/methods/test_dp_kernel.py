@@ -16,17 +16,9 @@ from sfumato.encoders import load_perceptual
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.dp_kernel import (
-    Encoded,
-    Following,
-    KernelGenerator,
-    Taught,
-    Vectors,
-    published_loss,
-    roughness,
-    smooth_images,
-)
+from sfumato.methods.dp_kernel import Following, KernelGenerator, published_loss, roughness, smooth_images
 from sfumato.methods.registry import create, load
+from sfumato.methods.seeing import Encoded, Taught, Vectors
 from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
