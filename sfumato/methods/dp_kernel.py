@@ -131,6 +131,8 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError(f"autoencoder must be one of {', '.join(autoencoders.NAMES)}, got {self.autoencoder!r}")
         if self.autoencoder and (self.encoder or self.form != "pathwise"):
             raise ValueError("autoencoder is for the pathwise form, and without encoder, which looks at images")
+        if self.smoothness and (self.autoencoder or self.form != "pathwise"):
+            raise ValueError("smoothness is for the pathwise form, and for images, not for an autoencoder's maps")
         if not self.scattering_share <= 1:
             raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
         return super().validate()
@@ -200,8 +202,7 @@ class KernelGenerator(GeneratorMethod):
 
     def _smoothing(self, noise: torch.Tensor) -> torch.Tensor:
         """What roughness costs, class by class: in proportion to the noise's square in the means, to 1 at most."""
-        strength = 0.0 if self.autoencoder else self.smoothness
-        return strength * (2 * self.features * noise.square()).clamp_max(1)
+        return self.smoothness * (2 * self.features * noise.square()).clamp_max(1)
 
     @property
     def _stages(self) -> int:

@@ -235,6 +235,9 @@ def test_forms_are_named() -> None:
     for other in ({"form": "gp"}, {"encoder": "small_cifar10"}):
         with pytest.raises(ValueError, match="autoencoder is for the pathwise form, and without encoder"):
             KernelGenerator(autoencoder="taef2", **other).validate()  # type: ignore[arg-type]
+    for without in ({"form": "gp"}, {"autoencoder": "taef2"}):
+        with pytest.raises(ValueError, match="smoothness is for the pathwise form, and for images"):
+            KernelGenerator(smoothness=0.5, **without).validate()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scattering_share must lie between 0 and 1"):
         KernelGenerator(scattering_share=1.5).validate()
 
