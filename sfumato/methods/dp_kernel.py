@@ -74,9 +74,9 @@ class KernelGenerator(GeneratorMethod):
     as for taught features; none by default. autoencoder: `taef2`, to paint its maps in place of pixels; for images of
     more than 64 pixels a side. window: sizes of windows, in image sides. features: number
     of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
-    network is taught on. smoothness: what roughness (total variation) costs an image, in proportion to the noise's
-    square: noise in a target asks for specks, and images have few. steps: in all. sampling_prob: q.
-    network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
+    network is taught on. smoothness: what roughness (total variation) costs an image where the noise in a
+    mean is as large as the mean can be, else in proportion to the noise's square: noise asks for specks. steps: in all.
+    sampling_prob: q. network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-kernel"
@@ -201,7 +201,7 @@ class KernelGenerator(GeneratorMethod):
             training.follow(self.features_per_step)
 
     def _smoothing(self, noise: torch.Tensor) -> torch.Tensor:
-        """What roughness costs, class by class: in proportion to the noise's square in the means, to 1 at most."""
+        """What roughness costs, class by class: in proportion to the square of the noise in a mean, counted to 1."""
         return self.smoothness * (2 * self.features * noise.square()).clamp_max(1)
 
     @property
@@ -312,6 +312,7 @@ class Following(Training):
         super().__init__(method, public, generator, each=each, ema=method.ema)
         self.vectors = Vectors(public.shape).to(generator.device)
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
+        self.smooth = method.smoothness > 0
         self.smoothing = torch.zeros(len(public.classes), 1, device=generator.device)
 
     def add(self, features: Frequencies, means: torch.Tensor, smoothing: torch.Tensor) -> None:
@@ -339,9 +340,10 @@ class Following(Training):
         """
         images = self.images(Latent(latent))
         made = self.by_class(features(images)).mean(1)
-        rough = self.by_class(roughness(images)).mean(1, keepdim=True)
-        distance = self.each / (self.each - 1) * made.square() - 2 * made * wanted
-        self.descend(distance.sum() + (self.smoothing * rough).sum())
+        loss = (self.each / (self.each - 1) * made.square() - 2 * made * wanted).sum()
+        if self.smooth:
+            loss = loss + (self.smoothing * self.by_class(roughness(images)).mean(1, keepdim=True)).sum()
+        self.descend(loss)
 
 
 def roughness(images: torch.Tensor) -> torch.Tensor:
