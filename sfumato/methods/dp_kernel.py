@@ -46,7 +46,7 @@ LEAST_SIDE = 4  # of an autoencoder's maps
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
-EVEN, COLOUR = 1e-2, 3.0  # a slope that is none; by how much colours change less than brightness, at least
+EVEN = 1e-2  # a slope that is none
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # the public model of images: norm of the vector; in sides
 VARIANTS = ("conditional", "parallel")
 FORMS = ("pathwise", "gp", "nystrom", "published")
@@ -351,7 +351,7 @@ def roughness(images: torch.Tensor) -> torch.Tensor:
     if images.shape[1] == 3:
         red, green, blue = images.unbind(1)
         warm, yellow = red - green, (red + green) / 2 - blue
-        images = torch.stack([images.mean(1), COLOUR * warm, COLOUR * yellow], 1)
+        images = torch.stack([images.mean(1), warm, yellow], 1)
     across, down = images[..., :-1, 1:] - images[..., :-1, :-1], images[..., 1:, :-1] - images[..., :-1, :-1]
     return (across.square() + down.square() + EVEN**2).sqrt().mean((2, 3)).sum(1)
 

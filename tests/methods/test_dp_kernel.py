@@ -197,7 +197,7 @@ def test_specks_are_rough_and_specks_of_colour_rougher() -> None:
     rough = roughness(torch.stack([flat, edge, grey_speck, red_speck])) - roughness(flat[None])
     assert rough[0] == 0
     assert rough[1] == pytest.approx(16 / 16**2, rel=0.1)  # the edge's height times its length
-    assert rough[3] > 3 * rough[2]
+    assert rough[3] > 1.5 * rough[2]
     assert torch.allclose(roughness(grey_speck[None, :1]) - roughness(flat[None, :1]), rough[2], rtol=1e-3)
 
 
