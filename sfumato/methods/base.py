@@ -240,9 +240,7 @@ class Synthesizer(ABC):
         """Raises `ValueError` for a parameter of the wrong kind or out of range; called before anything is read."""
         self._budget()
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value != 0 or field.name not in self.may_be_zero:
-                _check_like(field.name, value, field.default)
+            _check_like(field.name, getattr(self, field.name), field.default, zero=field.name in self.may_be_zero)
         chosen_device(self.device)
         return self
 
@@ -315,8 +313,8 @@ def chosen_device(name: str) -> torch.device:
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
 
 
-def _check_like(name: str, value: Any, default: Any) -> None:
-    """A parameter must be of its default's kind; numbers must be greater than 0, but for the seed."""
+def _check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> None:
+    """A parameter must be of its default's kind; numbers must be greater than 0, or some 0, but for the seed."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -324,13 +322,13 @@ def _check_like(name: str, value: Any, default: Any) -> None:
         whole = isinstance(default, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
             raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
-        if name != "seed" and not value > 0:
-            raise ValueError(f"{name} must be greater than 0, got {value!r}")
+        if name != "seed" and not (value > 0 or (zero and value == 0)):
+            raise ValueError(f"{name} must be {'0 or greater' if zero else 'greater than 0'}, got {value!r}")
     elif isinstance(default, tuple):
         if not isinstance(value, list | tuple) or len(value) != len(default):
             raise ValueError(f"{name} must be {len(default)} numbers, got {value!r}")
         for part, like in zip(value, default, strict=True):
-            _check_like(name, part, like)
+            _check_like(name, part, like, zero=zero)
     elif isinstance(default, str) and not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {value!r}")
 

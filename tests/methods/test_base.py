@@ -55,6 +55,14 @@ def test_bad_parameters_are_named(params: dict[str, Any], message: str) -> None:
         sf.create("dp-merf", **params)
 
 
+def test_what_may_be_zero_may_not_be_less() -> None:
+    assert sf.create("dp-kernel", smoothness=0.0).get_params()["smoothness"] == 0
+    with pytest.raises(ValueError, match="smoothness must be 0 or greater, got -1"):
+        sf.create("dp-kernel", smoothness=-1)
+    with pytest.raises(ValueError, match="smoothness must be a number, got False"):
+        sf.create("dp-kernel", smoothness=False)
+
+
 def test_without_a_gpu_defaults_are_those_that_finish_there() -> None:
     assert create("dp-kernel", device="cpu").get_params()["steps"] == METHODS["dp-kernel"].on_cpu["steps"]
     assert create("dp-kernel", device="cpu", steps=7).get_params()["steps"] == 7
