@@ -140,7 +140,7 @@ def test_samples_can_be_sharpened_and_cooled(few_digits: ImageSet) -> None:
     assert torch.equal(model.sample(8, seed=1).images, plain)
     with pytest.raises(ValueError, match="width cannot be changed after fit"):
         model.sample(8, width=4)
-    with pytest.raises(ValueError, match="greater than 0"):
+    with pytest.raises(ValueError, match="sharpness must be 0 or greater"):
         model.sample(8, sharpness=-1.0)
 
 
