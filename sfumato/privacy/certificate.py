@@ -279,5 +279,11 @@ def _close(stated: Any, computed: float | None) -> bool:
 
 
 def _software() -> dict[str, str]:
-    packages = ("sfumato", "torch", "numpy", "dp-accounting", "opendp")
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+    """Versions; the budget is spent by now, so that what is not installed (a source tree on the path) stops nothing."""
+    found = {"python": platform.python_version()}
+    for name in ("sfumato", "torch", "numpy", "dp-accounting", "opendp"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ def test_it_holds(folder: Path) -> None:
     assert content["noise"]["counts"] == "secure"
     assert content["noise"]["steps"] == "fast"
     assert content["method"] == "test"
+
+
+def test_a_package_without_a_version_does_not_lose_what_was_paid_for(
+    few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name in ("sfumato", "opendp"):
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    ledger = Ledger()
+    Vault(few_digits, Budget(1), [Release("counts")], ledger=ledger, secure=False).counts()
+    software = Certificate.from_ledger(ledger).software
+    assert software["sfumato"] == software["opendp"] == "not installed"
+    assert software["torch"] == "1.0"
 
 
 def test_it_says_nothing_private(few_digits: ImageSet) -> None:
