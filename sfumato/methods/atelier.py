@@ -11,8 +11,9 @@ has few entries that noise can fall on, and descends in all directions at about 
 by a private image. A public encoder, if one is named, is a third thing to look at. Where the painter paints an
 autoencoder's maps, the teacher looks at these in the place of scattering: images would have to be decoded first.
 
-Released: what `dp-kernel` releases; and some noisy sums over all images of the gradients of the teacher's loss, each
-clipped to `teacher_bound`; how many is settled by the budget and by public facts.
+Released: what `dp-kernel` releases, where noise is great with sums whatever the class beside; and some noisy sums over
+all images of the gradients of the teacher's loss, each clipped to `teacher_bound`. Budget and public facts settle which
+and how many.
 Public: image shape, class names, a public encoder if one is named; frequencies and initial weights, from the seed.
 Events: Gaussian sums over all images (or Poisson samples of them), composed exactly. The proof is that of a
 composition: each release is the Gaussian mechanism on a sum of bounded rows, and nothing else is seen.
@@ -38,7 +39,7 @@ from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.methods.dp_kernel import KernelGenerator
 from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, body, scaled_maps
 from sfumato.nets.classifiers import small_cnn
-from sfumato.privacy import Release, Vault, calibrate
+from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
 Look = Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +48,7 @@ MOMENTUM = 0.9
 AT_ONCE = 512  # rows in a gradient's batch: the margin for rounding grows with it
 CALM = 6e-3  # noise of all the teacher's gradients together, per image, times their number: above it the rate is lower
 QUIET = 3e-5  # that noise, below which there is more to learn: more steps, and more components
-FEW_STEPS, MANY_STEPS, ASSUMED = 60, 200, 30_000  # images, where nobody says how many there are
+FEW_STEPS, MANY_STEPS = 60, 200
 TRIES = 20  # of the painter, until the teacher sees the class that is asked for
 FEW, MANY = 500, 1500  # components
 LEVELLING, LEAST_SPREAD = 0.5, 1e-4  # the power by which their spreads are levelled
@@ -77,6 +78,8 @@ class Atelier(KernelGenerator):
     may_be_zero: ClassVar[frozenset[str]] = KernelGenerator.may_be_zero | {"teacher_steps"}
     on_cpu: ClassVar[dict[str, Any]] = {**KernelGenerator.on_cpu, "teacher_steps": FEW_STEPS}
 
+    common_share: float = 0.5
+    common_above: float = 1.3e-3  # so that there is one at epsilon 0.2 of 60,000 images in ten classes, and none at 1
     disagreement: str = "relabel"
     soft_labels: bool = False
     teacher_share: float = 0.4
@@ -115,8 +118,7 @@ class Atelier(KernelGenerator):
         """Those that are asked for; or more where the noise, which public facts and the budget tell, is small."""
         if self.teacher_steps:
             return self.teacher_steps
-        together = calibrate([Release("all")], self._budget()).releases[0].noise / math.sqrt(self.teacher_share)
-        return MANY_STEPS if together < QUIET * (sum(public.sizes or ()) or ASSUMED) else FEW_STEPS
+        return MANY_STEPS if self._whole_noise(public) < QUIET * math.sqrt(self.teacher_share) else FEW_STEPS
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         own = {"teacher_encoder": load_perceptual(self.teacher_encoder).facts} if self.teacher_encoder else {}

@@ -43,6 +43,7 @@ from sfumato.progress import track
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LARGEST_SIDE = 64  # of what is painted: larger images go through an autoencoder
 LEAST_SIDE = 4  # of an autoencoder's maps
+ASSUMED = 30_000  # images, where nobody says how many there are
 INDUCING = 200  # points of the one-shot form
 NEAR = 4  # images per class whose derivatives the exact form releases in a step
 CALMER = 0.7  # times the learning rate, from path to path
@@ -72,17 +73,22 @@ class KernelGenerator(GeneratorMethod):
     scattering_share: part of the first path's frequencies, the others are on pixels. encoder: a public network, as
     `load_perceptual` takes it, whose last maps are looked at by half of the first path's frequencies, with bandwidths
     as for taught features; none by default. autoencoder: `taef2`, to paint its maps in place of pixels; for images of
-    more than 64 pixels a side. window: sizes of windows, in image sides. features: number
-    of frequencies of a path; features_per_step: how many of each a step looks at. lessons: generated images that a
-    network is taught on. smoothness: what roughness (total variation) costs an image where the noise in a
-    mean is as large as the mean can be, else in proportion to the noise's square: noise asks for specks. steps: in all.
-    sampling_prob: q. network, latent, hidden, width, batch_size, learning_rate, ema: of the generator.
+    more than 64 pixels a side. window: sizes of windows, in image sides. features: number of frequencies of a path;
+    features_per_step: how many of each a step looks at. lessons: generated images that a network is taught on.
+    common_share: part of the sums' budget for sums over all images, whatever their class: what images have in common
+    is then known with much less noise than what sets a class apart. common_above: there is no such release where the
+    noise of the whole budget, for each image of a class, is less than that. smoothness: what roughness (total
+    variation) costs an image where the noise in a mean is as large as the mean can be, else in proportion to the
+    noise's square: noise asks for specks. steps: in all. sampling_prob: q. network, latent, hidden, width, batch_size,
+    learning_rate, ema: of the generator.
     """
 
     key: ClassVar[str] = "dp-kernel"
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and taught features"
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "scattering_share", "smoothness"})
+    may_be_zero: ClassVar[frozenset[str]] = frozenset(
+        {"seed", "scattering_share", "common_share", "common_above", "smoothness"}
+    )
     on_cpu: ClassVar[dict[str, Any]] = {
         "steps": 1800,
         "features_per_step": 500,
@@ -105,6 +111,8 @@ class KernelGenerator(GeneratorMethod):
     autoencoder: str = ""
     window: tuple[float, float] = (0.05, 1.0)
     lessons: int = 12_000
+    common_share: float = 0.0
+    common_above: float = 0.0
     smoothness: float = 0.0
     batch_size: int = 600
     learning_rate: float = 5e-3
@@ -133,6 +141,10 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError("autoencoder is for the pathwise form, and without encoder, which looks at images")
         if self.smoothness and (self.autoencoder or self.form != "pathwise"):
             raise ValueError("smoothness is for the pathwise form, and for images, not for an autoencoder's maps")
+        if self.common_share and self.form != "pathwise":
+            raise ValueError(f"common_share is for the pathwise form, not for {self.form}")
+        if not self.common_share < 1:
+            raise ValueError(f"common_share must be at least 0 and less than 1, got {self.common_share!r}")
         if not self.scattering_share <= 1:
             raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
         return super().validate()
@@ -156,7 +168,19 @@ class KernelGenerator(GeneratorMethod):
         q = 1.0 if self.form == "nystrom" else self.sampling_prob
         weight = COUNTS_WEIGHT / (q * math.sqrt(times))
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
-        return [*counts, Release("sums", times, q)]
+        share = self._common(public)
+        common = [Release("common", times, q, weight=share**-0.5)] if share else []
+        return [*counts, Release("sums", times, q, weight=(1 - share) ** -0.5), *common]
+
+    def _common(self, public: PublicFacts) -> float:
+        """`common_share`, or nothing: where noise is small, or where there is one class, and one release says all."""
+        classes = len(public.classes)
+        loud = self._whole_noise(public) * classes >= self.common_above
+        return self.common_share if classes > 1 and loud else 0.0
+
+    def _whole_noise(self, public: PublicFacts) -> float:
+        """Noise of a single release with the whole budget, for each image: known from public facts."""
+        return calibrate([Release("all")], self._budget()).releases[0].noise / (sum(public.sizes or ()) or ASSUMED)
 
     def _canvas(self, public: PublicFacts) -> PublicFacts:
         """The facts of what is painted: images, or an autoencoder's maps."""
@@ -188,6 +212,7 @@ class KernelGenerator(GeneratorMethod):
     def _train_pathwise(self, vault: Vault, training: Following) -> None:
         """Release a path, follow all there are; again, on features taught by what that made."""
         expected, stages = (self.sampling_prob * self.counts_)[:, None], self._stages
+        training.parts = expected / expected.sum()
         encoder = self._perceptual() if self.encoder else None
         if encoder is not None:
             self._confirm(vault, encoder.facts)
@@ -195,8 +220,11 @@ class KernelGenerator(GeneratorMethod):
             stage, place = divmod(step * stages, self.steps)
             if stage == len(training.paths):
                 features = self._frequencies(training, stage, encoder)
-                sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
-                training.add(features, sums / expected, self._smoothing(vault.plan["sums"].noise / expected))
+                means = vault.sum(features, release="sums", bound=1.0, by_class=True) / expected
+                if training.common:
+                    every = vault.sum(features, release="common", bound=1.0) / expected.sum()
+                    means = torch.cat([means, every[None]])
+                training.add(features, means, self._smoothing(vault.plan["sums"].noise / expected))
             training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
             training.follow(self.features_per_step)
 
@@ -312,11 +340,14 @@ class Following(Training):
         super().__init__(method, public, generator, each=each, ema=method.ema)
         self.vectors = Vectors(public.shape).to(generator.device)
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
+        share = method._common(public)
+        self.common = share / (1 - share) * self.classes**2  # sums over all images say as much more, weighed by noise
+        self.parts = torch.full((self.classes, 1), 1 / self.classes, device=generator.device)  # of each class in all
         self.smooth = method.smoothness > 0
         self.smoothing = torch.zeros(len(public.classes), 1, device=generator.device)
 
     def add(self, features: Frequencies, means: torch.Tensor, smoothing: torch.Tensor) -> None:
-        """A path to follow from now on: noisy mean features of each class, and what roughness costs for it."""
+        """A path to follow from now on: noisy mean features of each class, and of all if `common`; roughness' cost."""
         self.paths.append((features, means.float()))
         self.smoothing = self.smoothing + smoothing
         self._step = Graph(self._match)
@@ -334,13 +365,19 @@ class Following(Training):
         return Taught(torch.cat(batches), self.labels.repeat(len(batches)), self.classes, self.generator)
 
     def _match(self, features: Frequencies, wanted: torch.Tensor, latent: torch.Tensor) -> None:
-        """Down |wanted - mean|² and roughness, summed over classes.
+        """Down |wanted - mean|² and roughness, summed over classes, and |wanted - mean|² of all, `common` times.
 
-        A path's features have norm 1, so n / (n - 1) undoes the square's bias.
+        A path's features have norm 1, so that the square of a mean of n is too large by (1 - its true value) / n:
+        n / (n - 1) undoes that, but for a constant.
         """
         images = self.images(Latent(latent))
         made = self.by_class(features(images)).mean(1)
-        loss = (self.each / (self.each - 1) * made.square() - 2 * made * wanted).sum()
+        squares = made.square()
+        loss = (self.each / (self.each - 1) * squares - 2 * made * wanted[: self.classes]).sum()
+        if self.common:
+            every = (self.parts * made).sum(0)
+            excess = (self.parts.square() * squares).sum(0) / (self.each - 1)
+            loss = loss + self.common * (every.square() + excess - 2 * every * wanted[-1]).sum()
         if self.smooth:
             loss = loss + (self.smoothing * self.by_class(roughness(images)).mean(1, keepdim=True)).sum()
         self.descend(loss)

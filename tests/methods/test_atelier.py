@@ -38,8 +38,9 @@ def fitted(few_digits: ImageSet) -> Atelier:
 @pytest.mark.parametrize("share", [0.2, 0.7])
 def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> None:
     plan = Atelier(**QUICK, teacher_share=share).plan(few_digits.public(declare_size=True))
-    painter, teacher = ((plan[name].times / plan[name].noise ** 2) for name in ("sums", "teacher"))
-    assert teacher / (painter + teacher) == pytest.approx(share)
+    sums, common, teacher = ((plan[name].times / plan[name].noise ** 2) for name in ("sums", "common", "teacher"))
+    assert teacher / (sums + common + teacher) == pytest.approx(share)
+    assert sums == pytest.approx(common)
     assert plan.epsilon == pytest.approx(20.0, rel=1e-3)
 
 
@@ -52,6 +53,20 @@ def test_there_is_more_to_learn_where_there_is_less_noise(
 ) -> None:
     public = PublicFacts((1, 28, 28), ("a", "b"), labelled=True, sizes=sizes)
     assert Atelier(epsilon=epsilon, device="cpu").plan(public)["teacher"].times == steps
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "sizes", "there"),
+    [(0.2, 6_000, True), (1.0, 6_000, False), (1.0, 1_400, True), (0.2, None, True), (10.0, None, False)],
+)
+def test_what_classes_have_in_common_is_asked_for_where_there_is_much_noise(
+    epsilon: float, sizes: int | None, there: bool
+) -> None:
+    public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(sizes,) * 10 if sizes else None)
+    model = Atelier(epsilon=epsilon, device="cpu")
+    assert ("common" in [release.name for release in model.plan(public).releases]) == there
+    forced = Atelier(epsilon=epsilon, common_above=0.0, device="cpu").plan(public)
+    assert "common" in [release.name for release in forced.releases]
 
 
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:

@@ -220,6 +220,45 @@ def test_a_generator_that_follows_grows_smoother_where_roughness_costs(few_digit
     assert rough[2:].max() < 0.3 * rough[:2].min()
 
 
+def test_what_classes_have_in_common_is_a_release_with_its_share(few_digits: ImageSet) -> None:
+    public = few_digits.public()
+    plain = KernelGenerator(**QUICK).plan(public)["sums"].noise
+    plan = KernelGenerator(**QUICK, common_share=0.8).plan(public)
+    assert plan["common"].times == plan["sums"].times == QUICK["paths"]
+    assert plan["common"].sampling_prob == QUICK["sampling_prob"]
+    assert plan["sums"].noise == pytest.approx(2 * plan["common"].noise)  # shares go by 1 / noise²
+    assert plan["common"].noise > plain
+    alone = KernelGenerator(**QUICK, common_share=0.8).plan(ImageSet(few_digits.images).public())
+    assert [release.name for release in alone.releases] == [
+        r.name for r in KernelGenerator(**QUICK).plan(public).releases
+    ]
+
+
+def test_what_classes_have_in_common_counts_by_its_noise_and_without_bias(few_digits: ImageSet) -> None:
+    """The mean of many losses is that of the means of many images, but for what does not depend on them."""
+    model, generator = KernelGenerator(**QUICK, common_share=0.8), torch.Generator().manual_seed(0)
+    training = Following(model, few_digits.public(), generator)
+    assert training.common == pytest.approx(4 * 4**2)  # noise² is a quarter, and there are four times the images
+    training.parts = torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None]
+    features, wanted = model._frequencies(training, 0, None), torch.rand(5, 40, generator=generator) / 10
+    losses: list[float] = []
+    training.descend = lambda loss: losses.append(float(loss))  # type: ignore[method-assign]
+    means, count = torch.zeros(4, 40), 400
+    with torch.no_grad():
+        for _ in range(count):
+            latent = training.latent()
+            training._match(features, wanted, latent.values)
+            means += training.by_class(features(training.images(latent))).mean(1) / count
+    every = (training.parts * means).sum(0)
+    apart = (means.square() - 2 * means * wanted[:4]).sum() + 4 / (training.each - 1)
+    together = (every.square() - 2 * every * wanted[4]).sum() + training.parts.square().sum() / (training.each - 1)
+    spread = torch.tensor(losses).std() / math.sqrt(count)
+    assert float(torch.tensor(losses).mean()) == pytest.approx(
+        float(apart + training.common * together), abs=5 * float(spread)
+    )
+    assert float(spread) < 0.2 * training.common * float(training.parts.square().sum()) / (training.each - 1)
+
+
 def test_one_class_has_nothing_to_be_taught(few_digits: ImageSet) -> None:
     unlabelled = ImageSet(few_digits.images, None, ("all",))
     assert len(KernelGenerator(**QUICK).fit(unlabelled).sample(5)) == 5
@@ -238,6 +277,10 @@ def test_forms_are_named() -> None:
     for without in ({"form": "gp"}, {"autoencoder": "taef2"}):
         with pytest.raises(ValueError, match="smoothness is for the pathwise form, and for images"):
             KernelGenerator(smoothness=0.5, **without).validate()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="common_share is for the pathwise form"):
+        KernelGenerator(common_share=0.5, form="gp").validate()
+    with pytest.raises(ValueError, match="common_share must be at least 0 and less than 1"):
+        KernelGenerator(common_share=1.0).validate()
     with pytest.raises(ValueError, match="scattering_share must lie between 0 and 1"):
         KernelGenerator(scattering_share=1.5).validate()
 
