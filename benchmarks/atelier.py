@@ -5,7 +5,8 @@
 Tables: `budget` (the default, all data sets, three convolutional classifiers; beside it the same fit with soft labels,
 and with what the teacher disagrees on dropped, or kept, which is the painter alone on its part of the budget),
 `teacher_share`, `painter` (pixels only; no taught features), `images` (how many are generated), `soft` (the teacher's
-probabilities in place of hard labels, for images that are relabelled, and for all as the painter makes them), `encoder`
+probabilities in place of hard labels, for images that are relabelled, and for all as the painter makes them), `common`
+(at epsilon 0.2, no sums whatever the class: what the painter did before there were such), `encoder`
 (the teacher looks through a public network, too: weights of EfficientNet-Lite0 in $SFUMATO_WEIGHTS), `core` (defaults
 without a GPU: `--tables core --device cpu --seeds 1`). Of the first seed of `budget` also the fidelity, in that
 network's features.
@@ -44,11 +45,16 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     found: list[Job] = []
 
     def add(
-        table: str, names: tuple[str, ...], params: dict[str, Any], *, ways: tuple[str, ...] = ("relabel",)
+        table: str,
+        names: tuple[str, ...],
+        params: dict[str, Any],
+        *,
+        ways: tuple[str, ...] = ("relabel",),
+        images: tuple[int, ...] = (MOST,),
     ) -> None:
         for name in names:
             for seed in range(options.seeds if name in options.data else 0):
-                job = {"table": table, "data": name, "seed": seed, "params": params, "ways": ways, "images": [MOST]}
+                job = {"table": table, "data": name, "seed": seed, "params": params, "ways": ways, "images": images}
                 found.append(job)
 
     for epsilon in BUDGETS if "budget" in options.tables else ():
@@ -59,10 +65,11 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         add("painter: pixels only", GREY, {"epsilon": 1.0, "scattering_share": 0.0})
         add("painter: nothing taught", GREY, {"epsilon": 1.0, "paths": 1})
     if "images" in options.tables:
-        add("images", GREY, {"epsilon": 1.0})
-        found[-1]["images"] = [1_000, 5_000, 20_000, 200_000]
+        add("images", GREY, {"epsilon": 1.0}, images=(1_000, 5_000, 20_000, 200_000))
     if "soft" in options.tables:
         add("soft", GREY, {"epsilon": 1.0}, ways=("relabel", "relabel, soft", "keep, soft"))
+    if "common" in options.tables:
+        add("nothing in common", ("cifar10", *GREY), {"epsilon": 0.2, "common_share": 0.0})
     for epsilon in BUDGETS if "budget" in options.tables else ():
         add("budget", OTHERS, {"epsilon": epsilon}, ways=WAYS)
     if "encoder" in options.tables:
@@ -124,7 +131,7 @@ def group(row: Row) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    tables = ["budget", "teacher_share", "painter", "images", "soft", "encoder"]
+    tables = ["budget", "teacher_share", "painter", "images", "soft", "common", "encoder"]
     parser.add_argument("--tables", nargs="+", default=tables, choices=[*tables, "core"])
     parser.add_argument("--data", nargs="+", default=[*DATA, "brain_mri64"])
     parser.add_argument("--classifiers", nargs="+", default=list(CLASSIFIERS))
