@@ -90,6 +90,7 @@ class Atelier(KernelGenerator):
     teacher_side: int = 128
 
     def validate(self) -> Self:
+        super().validate()
         if self.form != "pathwise":
             raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
         if self.disagreement not in DISAGREEMENT:
@@ -102,7 +103,7 @@ class Atelier(KernelGenerator):
             raise ValueError("teacher_steps must be at least 2, or 0 for as many as suit the noise")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
-        return super().validate()
+        return self
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)

@@ -6,7 +6,8 @@ distance (MMD) to the private images.
 
 Released: the noisy class sums of random Fourier features, once for each of a few `paths`; such a sum is a whole noisy
 path of the function (`functional/release.py` has the proof), so that its derivatives are post-processing, and so is
-every step of the training. Noisy class counts unless sizes are declared.
+every step of the training. With `common_share`, the same sums over all classes beside. Noisy class counts unless sizes
+are declared.
 Public: image shape, class names; frequencies and initial weights, from the user's seed; networks named in `encoder`
 and `autoencoder`.
 Events: Gaussian sums over all the images (or Poisson samples of them); classes are blocks of one vector.
@@ -129,6 +130,7 @@ class KernelGenerator(GeneratorMethod):
         return self.form != "published"
 
     def validate(self) -> Self:
+        super().validate()
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.variant not in VARIANTS:
@@ -147,7 +149,7 @@ class KernelGenerator(GeneratorMethod):
             raise ValueError(f"common_share must be at least 0 and less than 1, got {self.common_share!r}")
         if not self.scattering_share <= 1:
             raise ValueError(f"scattering_share must lie between 0 and 1, got {self.scattering_share!r}")
-        return super().validate()
+        return self
 
     @property
     def _per_class(self) -> bool:
@@ -175,8 +177,10 @@ class KernelGenerator(GeneratorMethod):
     def _common(self, public: PublicFacts) -> float:
         """`common_share`, or nothing: where noise is small, or where there is one class, and one release says all."""
         classes = len(public.classes)
-        loud = self._whole_noise(public) * classes >= self.common_above
-        return self.common_share if classes > 1 and loud else 0.0
+        if classes == 1 or not self.common_share:
+            return 0.0
+        loud = self.common_above == 0 or self._whole_noise(public) * classes >= self.common_above
+        return self.common_share if loud else 0.0
 
     def _whole_noise(self, public: PublicFacts) -> float:
         """Noise of a single release with the whole budget, for each image: known from public facts."""
@@ -220,11 +224,10 @@ class KernelGenerator(GeneratorMethod):
             stage, place = divmod(step * stages, self.steps)
             if stage == len(training.paths):
                 features = self._frequencies(training, stage, encoder)
-                means = vault.sum(features, release="sums", bound=1.0, by_class=True) / expected
-                if training.common:
-                    every = vault.sum(features, release="common", bound=1.0) / expected.sum()
-                    means = torch.cat([means, every[None]])
-                training.add(features, means, self._smoothing(vault.plan["sums"].noise / expected))
+                sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
+                if training.share:
+                    sums = reconciled(sums, vault.sum(features, release="common", bound=1.0), training.share)
+                training.add(features, sums / expected, self._smoothing(vault.plan["sums"].noise / expected))
             training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
             training.follow(self.features_per_step)
 
@@ -340,14 +343,15 @@ class Following(Training):
         super().__init__(method, public, generator, each=each, ema=method.ema)
         self.vectors = Vectors(public.shape).to(generator.device)
         self.paths: list[tuple[Frequencies, torch.Tensor]] = []
-        share = method._common(public)
-        self.common = share / (1 - share) * self.classes**2  # sums over all images say as much more, weighed by noise
+        self.share = method._common(public)
+        # one over noise², relative to that of a class's mean, if classes are alike
+        self.common = self.share / (1 - self.share) * self.classes**2
         self.parts = torch.full((self.classes, 1), 1 / self.classes, device=generator.device)  # of each class in all
         self.smooth = method.smoothness > 0
         self.smoothing = torch.zeros(len(public.classes), 1, device=generator.device)
 
     def add(self, features: Frequencies, means: torch.Tensor, smoothing: torch.Tensor) -> None:
-        """A path to follow from now on: noisy mean features of each class, and of all if `common`; roughness' cost."""
+        """A path to follow from now on: noisy mean features of each class, and what roughness costs for it."""
         self.paths.append((features, means.float()))
         self.smoothing = self.smoothing + smoothing
         self._step = Graph(self._match)
@@ -373,14 +377,22 @@ class Following(Training):
         images = self.images(Latent(latent))
         made = self.by_class(features(images)).mean(1)
         squares = made.square()
-        loss = (self.each / (self.each - 1) * squares - 2 * made * wanted[: self.classes]).sum()
+        loss = (self.each / (self.each - 1) * squares - 2 * made * wanted).sum()
         if self.common:
-            every = (self.parts * made).sum(0)
+            every, aim = (self.parts * made).sum(0), (self.parts * wanted).sum(0)
             excess = (self.parts.square() * squares).sum(0) / (self.each - 1)
-            loss = loss + self.common * (every.square() + excess - 2 * every * wanted[-1]).sum()
+            loss = loss + self.common * (every.square() + excess - 2 * every * aim).sum()
         if self.smooth:
             loss = loss + (self.smoothing * self.by_class(roughness(images)).mean(1, keepdim=True)).sum()
         self.descend(loss)
+
+
+def reconciled(sums: torch.Tensor, every: torch.Tensor, share: float) -> torch.Tensor:
+    """Sums of each class [classes, n] given the sum of all, released with `share` of the budget: least squares.
+
+    With noise² of 1 / (1 - share) in a class's sum and 1 / share in that of all, a class takes its part of the gap.
+    """
+    return sums - (sums.sum(0) - every) * share / (len(sums) * share + 1 - share)
 
 
 def roughness(images: torch.Tensor) -> torch.Tensor:

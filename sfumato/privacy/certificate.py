@@ -283,7 +283,7 @@ def _software() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("sfumato", "torch", "numpy", "dp-accounting", "opendp"):
         try:
-            found[name] = metadata.version(name)
+            found[name] = metadata.version(name) or "unknown"
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found

@@ -16,7 +16,7 @@ from sfumato.encoders import load_perceptual
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
-from sfumato.methods.dp_kernel import Following, KernelGenerator, published_loss, roughness, smooth_images
+from sfumato.methods.dp_kernel import Following, KernelGenerator, published_loss, reconciled, roughness, smooth_images
 from sfumato.methods.registry import create, load
 from sfumato.methods.seeing import Encoded, Taught, Vectors
 from sfumato.privacy import Vault
@@ -240,7 +240,7 @@ def test_what_classes_have_in_common_counts_by_its_noise_and_without_bias(few_di
     training = Following(model, few_digits.public(), generator)
     assert training.common == pytest.approx(4 * 4**2)  # noise² is a quarter, and there are four times the images
     training.parts = torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None]
-    features, wanted = model._frequencies(training, 0, None), torch.rand(5, 40, generator=generator) / 10
+    features, wanted = model._frequencies(training, 0, None), torch.rand(4, 40, generator=generator) / 10
     losses: list[float] = []
     training.descend = lambda loss: losses.append(float(loss))  # type: ignore[method-assign]
     means, count = torch.zeros(4, 40), 400
@@ -249,14 +249,27 @@ def test_what_classes_have_in_common_counts_by_its_noise_and_without_bias(few_di
             latent = training.latent()
             training._match(features, wanted, latent.values)
             means += training.by_class(features(training.images(latent))).mean(1) / count
-    every = (training.parts * means).sum(0)
-    apart = (means.square() - 2 * means * wanted[:4]).sum() + 4 / (training.each - 1)
-    together = (every.square() - 2 * every * wanted[4]).sum() + training.parts.square().sum() / (training.each - 1)
+    every, aim = ((training.parts * rows).sum(0) for rows in (means, wanted))
+    apart = (means.square() - 2 * means * wanted).sum() + 4 / (training.each - 1)
+    together = (every.square() - 2 * every * aim).sum() + training.parts.square().sum() / (training.each - 1)
     spread = torch.tensor(losses).std() / math.sqrt(count)
     assert float(torch.tensor(losses).mean()) == pytest.approx(
         float(apart + training.common * together), abs=5 * float(spread)
     )
     assert float(spread) < 0.2 * training.common * float(training.parts.square().sum()) / (training.each - 1)
+
+
+def test_sums_of_classes_and_of_all_are_reconciled_by_least_squares() -> None:
+    share, generator = 0.8, torch.Generator().manual_seed(0)
+    sums, every = torch.randn(5, 3, generator=generator).double(), torch.randn(3, generator=generator).double()
+    rows = torch.cat([torch.eye(5) * math.sqrt(1 - share), torch.ones(1, 5) * math.sqrt(share)]).double()
+    seen = torch.cat([sums * math.sqrt(1 - share), every[None] * math.sqrt(share)])
+    assert torch.allclose(reconciled(sums, every, share), torch.linalg.lstsq(rows, seen).solution)
+    assert torch.equal(reconciled(sums, every, 0.0), sums)
+
+
+def test_no_image_leaves_with_what_classes_have_in_common(fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: KernelGenerator(**{**QUICK, "common_share": 0.5, **params}), fewer_digits)
 
 
 def test_one_class_has_nothing_to_be_taught(few_digits: ImageSet) -> None:
@@ -281,6 +294,8 @@ def test_forms_are_named() -> None:
         KernelGenerator(common_share=0.5, form="gp").validate()
     with pytest.raises(ValueError, match="common_share must be at least 0 and less than 1"):
         KernelGenerator(common_share=1.0).validate()
+    with pytest.raises(ValueError, match="common_share must be a number"):
+        KernelGenerator(common_share="0.5").validate()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scattering_share must lie between 0 and 1"):
         KernelGenerator(scattering_share=1.5).validate()
 
