@@ -90,9 +90,9 @@ class Atelier(KernelGenerator):
     teacher_side: int = 128
 
     def validate(self) -> Self:
-        super().validate()
         if self.form != "pathwise":
             raise ValueError(f"atelier's painter is pathwise, not {self.form!r}; dp-kernel has the other forms")
+        super().validate()
         if self.disagreement not in DISAGREEMENT:
             raise ValueError(f"disagreement must be one of {', '.join(DISAGREEMENT)}, got {self.disagreement!r}")
         if self.teacher_encoder and self.autoencoder:

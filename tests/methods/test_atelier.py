@@ -167,7 +167,7 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"form": "gp"}, "pathwise"),
+        ({"form": "gp"}, "atelier.s painter is pathwise"),
         ({"disagreement": "shout"}, "relabel"),
         ({"teacher_share": 1.0}, "between 0 and 1"),
         ({"autoencoder": "taef2", "teacher_encoder": "vgg11"}, "leave one out"),
