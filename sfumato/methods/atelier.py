@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,7 +38,9 @@ from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
 from sfumato.methods.dp_kernel import KernelGenerator
 from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, body, scaled_maps
+from sfumato.nets.augmentation import moved
 from sfumato.nets.classifiers import small_cnn
+from sfumato.nets.generator import parts
 from sfumato.privacy import Release, Vault
 from sfumato.progress import track
 
@@ -54,6 +56,7 @@ FEW, MANY = 500, 1500  # components
 LEVELLING, LEAST_SPREAD = 0.5, 1e-4  # the power by which their spreads are levelled
 NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
 SEEN_AT_ONCE = 250  # images: a network that looks at them keeps megabytes of each
+CAUTIOUS = {**KernelGenerator.on_cpu, "smoothness": 0.6}  # a painter's, where noise is great
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
 
 
@@ -67,15 +70,18 @@ class Atelier(KernelGenerator):
     the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; 0 steps: as many as suit the noise,
     and the rate is lower where that is great. teacher_encoder: a public network that the teacher alone looks through,
     as `load_perceptual` takes it; left out, it is `encoder`. teacher_side: images are enlarged to so many pixels across
-    for it; networks see more where images are about as large as those that they were trained on. All others are the
-    painter's, as in `dp-kernel`.
+    for it; networks see more where images are about as large as those that they were trained on. variety: from 0 to 1,
+    how far images that are relabelled go beyond what the painter makes of a class: towards another class, up to half
+    way, turned by up to 8 degrees, scaled by 6 % and shifted by 5 %. It may change after `fit`, too. All others are the
+    painter's, as in `dp-kernel`; from a noise of `common_above` on, those of steps, batch_size, features_per_step,
+    scattering_share and smoothness that were left alone are cautious ones.
     """
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
     summary: ClassVar[str] = "dp-kernel's painter, and a private teacher who says what its images show"
-    adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels"})
-    may_be_zero: ClassVar[frozenset[str]] = KernelGenerator.may_be_zero | {"teacher_steps"}
+    adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
+    may_be_zero: ClassVar[frozenset[str]] = KernelGenerator.may_be_zero | {"teacher_steps", "variety"}
     on_cpu: ClassVar[dict[str, Any]] = {**KernelGenerator.on_cpu, "teacher_steps": FEW_STEPS}
 
     common_share: float = 0.5
@@ -88,6 +94,7 @@ class Atelier(KernelGenerator):
     teacher_rate: float = 60.0
     teacher_encoder: str = ""
     teacher_side: int = 128
+    variety: float = 1.0
 
     def validate(self) -> Self:
         if self.form != "pathwise":
@@ -103,7 +110,17 @@ class Atelier(KernelGenerator):
             raise ValueError("teacher_steps must be at least 2, or 0 for as many as suit the noise")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
+        if not self.variety <= 1:
+            raise ValueError(f"variety must lie between 0 and 1, got {self.variety!r}")
         return self
+
+    def _suiting(self, public: PublicFacts) -> dict[str, Any]:
+        """Who follows noisy means closely paints noise: fewer steps, smaller batches, and roughness costs."""
+        if not self._loud(public):
+            return {}
+        left = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
+        own = CAUTIOUS.keys() & left - ({"smoothness"} if self.autoencoder else set())
+        return {name: CAUTIOUS[name] for name in sorted(own)}
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
@@ -204,13 +221,25 @@ class Atelier(KernelGenerator):
         left = torch.arange(len(labels), device=labels.device)
         for _ in range(TRIES):
             wanted = labels[left]
-            painted = self._painted(torch.multinomial(origins[wanted], 1, generator=generator)[:, 0], generator)
+            painted = self._varied(torch.multinomial(origins[wanted], 1, generator=generator)[:, 0], generator)
             found = self.teacher_(painted).argmax(1) == wanted
             images[left[found]] = painted[found]
             left = left[~found]
             if not len(left):
                 break
         return images
+
+    def _varied(self, meant: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Painted between classes and moved a little, if the teacher is to say what is to be seen."""
+        if not self.variety or self.disagreement != "relabel":
+            return self._painted(meant, generator)
+        if not self._per_class:
+            classes, device = len(self.counts_), meant.device
+            other = torch.randint(classes, meant.shape, generator=generator, device=device)
+            share = self.variety / 2 * torch.rand(len(meant), 1, generator=generator, device=device)
+            meant = torch.lerp(parts(meant, classes).float(), parts(other, classes).float(), share)
+        painted = self._painted(meant, generator)
+        return painted if self.autoencoder else moved(painted, generator, self.variety)
 
     def sample(
         self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0, **options: Any

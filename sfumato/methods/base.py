@@ -92,6 +92,10 @@ class Synthesizer(ABC):
         """What else is taken as public, for the certificate; asked for before anything is spent."""
         return {}
 
+    def _suiting(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
+        """Parameters that take other values where public facts ask for them, while a model is planned and fitted."""
+        return {}
+
     def _proportions(self) -> torch.Tensor:
         """Share of each class among samples whose labels are left open."""
         return torch.ones(len(self._fitted().classes))
@@ -104,7 +108,8 @@ class Synthesizer(ABC):
 
     def plan(self, public: PublicFacts) -> Plan:
         """The releases to come and their noise; touches no pixel and spends nothing."""
-        plan = calibrate(self._releases(public), self._budget())
+        with self._with(self._suiting(public)):
+            plan = calibrate(self._releases(public), self._budget())
         # A form that takes the raw images has no releases to account for, and promises nothing.
         return plan if self._protected else replace(plan, bounds={**plan.bounds, "exact": math.inf})
 
@@ -115,7 +120,11 @@ class Synthesizer(ABC):
     def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
         """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""
         public = self.validate().public_facts(images)
-        folder = None if run_dir is None else Path(run_dir)
+        with self._with(self._suiting(public)):
+            return self._fit_through(images, public, None if run_dir is None else Path(run_dir), resume)
+
+    def _fit_through(self, images: ImageSet, public: PublicFacts, folder: Path | None, resume: bool) -> Self:
+        """Through a vault of its own; what it is called with is what the ledger says."""
         ledger_path = None if folder is None else folder / "ledger.jsonl"
         releases = self._releases(public)
         calibrate(releases, self._budget())  # refuses before there is a ledger
@@ -264,14 +273,20 @@ class Synthesizer(ABC):
 
     @contextmanager
     def _adjusted(self, options: dict[str, Any]) -> Iterator[None]:
-        """These parameters for a while."""
+        """These parameters of samples for a while."""
         self.check_params(options)
         if fixed := sorted(options.keys() - self.adjustable):
             may = ", ".join(sorted(self.adjustable)) or "none can"
             raise ValueError(f"{fixed[0]} cannot be changed after fit; of {self.key}'s parameters these can: {may}")
-        before = {name: getattr(self, name) for name in options}
+        with self._with(options):
+            yield
+
+    @contextmanager
+    def _with(self, params: dict[str, Any]) -> Iterator[None]:
+        """These parameters for a while."""
+        before = {name: getattr(self, name) for name in params}
         try:
-            self.set_params(**options).validate()
+            self.set_params(**params).validate()
             yield
         finally:
             self.set_params(**before)

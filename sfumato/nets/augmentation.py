@@ -4,6 +4,8 @@ One operation of six, drawn at random, with random strength: colour, shift, cuto
 first and applied afterwards, so that real and synthetic images can be treated alike. All six run as one: a change of
 colour, a warp and a mask, each at rest unless it was drawn. So a batch may mix operations, no operation is a loop, and
 nothing is asked of the host: it can be captured in a graph.
+
+`moved` is another thing: each image a little turned, scaled and shifted, all at once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.nn import functional
 
 BRIGHTNESS, SATURATION, CONTRAST = 1.0, 2.0, 0.5
 SHIFT, CUTOUT, SCALE, ROTATION = 0.125, 0.5, 1.2, 15.0
+MOVED_ANGLE, MOVED_SCALE, MOVED_SHIFT = 8.0, 0.06, 0.05  # degrees, a part, sides
 OPERATIONS = ("colour", "shift", "cutout", "scale", "rotate", "mirror")
 
 
@@ -92,3 +95,20 @@ def draw_augmentation(
         *(strength("cutout", (chance[:, 3 + axis] * side).floor(), -9.0 * side) for axis, side in enumerate(size)),
     ]
     return Augmentation(torch.stack(columns, 1))
+
+
+def moved(images: torch.Tensor, generator: torch.Generator, strength: float = 1.0) -> torch.Tensor:
+    """Each image [N, C, H, W] turned by up to 8 degrees, scaled by 6 % and shifted by 5 % of its sides, times strength.
+
+    Pixels of the border go on outside.
+    """
+    height, width = images.shape[2:]
+    chance = strength * (2 * torch.rand(5, len(images), generator=generator, device=generator.device) - 1)
+    angle, (right, down) = math.radians(MOVED_ANGLE) * chance[0], 2 * MOVED_SHIFT * chance[3:]
+    across, along = 1 + MOVED_SCALE * chance[1:3]
+    rows = [
+        torch.stack([across * angle.cos(), -along * angle.sin() * (height / width), right], 1),
+        torch.stack([across * angle.sin() * (width / height), along * angle.cos(), down], 1),
+    ]
+    grid = functional.affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, padding_mode="border", align_corners=False)

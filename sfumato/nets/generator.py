@@ -1,4 +1,4 @@
-"""Conditional generators: latent vectors and labels to images in [-1, 1].
+"""Conditional generators: latent vectors and labels to images in [-1, 1]; a label may be parts of several classes.
 
 `small` is quick on two cores; `residual` is the better one; `mmd-gan` is that of the MMD-GAN papers and `mepf` that of
 DP-MEPF, for comparisons.
@@ -41,8 +41,8 @@ class Generator(nn.Module):
         self.register_buffer("blur_columns", _blur(self.width), persistent=False)
 
     def forward(self, latent: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`latent` [N, latent] and `labels` [N] to images [N, C, H, W]."""
-        member = functional.one_hot(labels, len(self.entry)).to(latent.dtype)
+        """`latent` [N, latent] and `labels` [N], or parts [N, classes], to images [N, C, H, W]."""
+        member = parts(labels, len(self.entry)).to(latent.dtype)
         # One product for all classes: the latent vector stands in the block of its class.
         blocks = (member[:, :, None] * latent[:, None, :]).flatten(1)
         images = self.trunk(blocks @ self.entry.flatten(0, 1) + member @ self.bias)
@@ -231,6 +231,11 @@ def refresh_batch_norm(network: nn.Module, draw: Callable[[], Any]) -> None:
     network.eval()
 
 
+def parts(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """How much of each class, [N, classes]: all of one, for labels [N]; parts of several stay what they are."""
+    return labels if labels.dim() == 2 else functional.one_hot(labels, classes)
+
+
 def _first_map(shape: Shape) -> tuple[int, tuple[int, int]]:
     """How often a map is doubled, and its first size."""
     _, height, width = shape
@@ -240,7 +245,7 @@ def _first_map(shape: Shape) -> tuple[int, tuple[int, int]]:
 
 def _labelled(latent: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Latent vectors with one-hot labels behind them."""
-    return torch.cat([latent, functional.one_hot(labels, classes).to(latent.dtype)], 1)
+    return torch.cat([latent, parts(labels, classes).to(latent.dtype)], 1)
 
 
 def _doubled(maps: torch.Tensor) -> torch.Tensor:

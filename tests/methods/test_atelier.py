@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.methods.atelier import Atelier, Components
+from sfumato.methods.atelier import CAUTIOUS, Atelier, Components
 from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
 from sfumato.privacy import Vault
@@ -69,6 +69,20 @@ def test_what_classes_have_in_common_is_asked_for_where_there_is_much_noise(
     assert "common" in [release.name for release in forced.releases]
 
 
+def test_the_painter_is_cautious_where_noise_is_great_but_for_what_was_asked_for(few_digits: ImageSet) -> None:
+    public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(6_000,) * 10)
+    assert Atelier(epsilon=1.0)._suiting(public) == {}
+    assert Atelier(epsilon=math.inf)._suiting(public) == {}
+    assert Atelier(epsilon=0.2)._suiting(public) == CAUTIOUS
+    asked = Atelier(epsilon=0.2, steps=3000)._suiting(public)
+    assert asked == {name: value for name, value in CAUTIOUS.items() if name != "steps"}
+    assert "smoothness" not in Atelier(epsilon=0.2, autoencoder="taef2")._suiting(public)
+    model = Atelier(**QUICK).fit(few_digits)
+    assert model.certificate_.parameters["smoothness"] == CAUTIOUS["smoothness"]
+    assert model.certificate_.parameters["steps"] == QUICK["steps"]
+    assert model.smoothness == 0, "a fit changes no parameter"
+
+
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
     """The painter has hardly begun, so what the teacher knows it has from its own releases."""
     assert few_digits.labels is not None
@@ -89,6 +103,21 @@ def test_images_are_of_the_class_that_the_teacher_sees(fitted: Atelier) -> None:
         agreed[way] = float((fitted.probabilities(made).argmax(1) == made.labels).float().mean())
     assert agreed["relabel"] > agreed["keep"] + 0.2
     assert agreed["drop"] >= agreed["keep"]
+
+
+def test_variety_is_between_classes_and_the_teacher_says_of_which(fitted: Atelier) -> None:
+    plain, varied = (fitted.sample(60, disagreement="relabel", variety=variety) for variety in (0.0, 1.0))
+    assert plain.labels is not None
+    assert varied.labels is not None
+    assert torch.equal(plain.labels, varied.labels)
+    assert not torch.equal(plain.images, varied.images)
+    for made in (plain, varied):
+        assert (fitted.probabilities(made).argmax(1) == made.labels).float().mean() > 0.8
+    for way in ("keep", "drop"):
+        alike = [fitted.sample(20, disagreement=way, variety=variety).images for variety in (0.0, 1.0)]
+        assert torch.equal(*alike), "what is labelled as it was meant is painted as it was meant"
+    with pytest.raises(ValueError, match="variety must lie between 0 and 1"):
+        fitted.sample(1, variety=1.5)
 
 
 def test_origins_are_how_often_the_painter_meant_a_class_that_is_seen(fitted: Atelier) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfumato.data import ImageSet
-from sfumato.nets.augmentation import OPERATIONS, Augmentation, draw_augmentation
+from sfumato.nets.augmentation import OPERATIONS, Augmentation, draw_augmentation, moved
 
 SIZE = (32, 24)
 REST = [0.0, 1, 1, 1, 0, 0, 0, 1, 0, -999, -999]
@@ -122,3 +122,19 @@ def test_images_of_a_class_are_treated_alike(images: torch.Tensor) -> None:
 def test_digits_need_not_be_flipped() -> None:
     drawn = draw_augmentation(500, SIZE, torch.Generator().manual_seed(0), flip=False)
     assert not operations(drawn)[5].any()
+
+
+def test_images_are_moved_a_little_each_in_its_own_way() -> None:
+    disc = -torch.ones(200, 1, 24, 40)
+    disc[:, :, 8:16, 16:24] = 1.0
+    disc[:, :, :, :6] = 0.5  # a border that goes on outside
+    generator = torch.Generator().manual_seed(0)
+    assert torch.allclose(moved(disc, generator, 0.0), disc, atol=1e-5)
+    made = moved(disc, generator)
+    assert made.shape == disc.shape
+    assert made.abs().max() <= 1
+    assert len(made.unique(dim=0)) == len(made)
+    ink = (made[:, 0, :, 12:] + 1) / 2
+    place = (ink.sum(1) * torch.arange(28)).sum(1) / ink.sum((1, 2))
+    assert 0.5 < float((place - place.mean()).abs().max()) < 0.05 * 40 + 2.5, "shifts, and turns about the middle"
+    assert (made[:, 0, 12, 0] > 0.3).all(), "no black comes in where the border is bright"

@@ -45,6 +45,16 @@ def test_labels_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_a_label_may_be_parts_of_classes(name: str) -> None:
+    network, latent = NETWORKS[name]((1, 8, 8), 3, latent=8, hidden=16, width=16).eval(), torch.randn(6, 8)
+    labels = torch.arange(6) % 3
+    whole = torch.eye(3)[labels]
+    assert torch.allclose(network(latent, whole), network(latent, labels), atol=1e-6)
+    between = network(latent, (whole + torch.eye(3)[(labels + 1) % 3]) / 2)
+    assert not torch.allclose(between, network(latent, labels), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
 @pytest.mark.parametrize("training", [True, False])
 def test_one_network_per_class_is_what_it_says(name: str, training: bool) -> None:
     """Side by side they make what each would make alone, statistics of its own batch included."""
