@@ -7,7 +7,7 @@ fit with soft labels, `plain`, that is with no variety, and with what the teache
 is the painter alone on its part of the budget), `teacher_share`, `painter` (pixels only; no taught features), `images`
 (how many are generated), `soft` (the teacher's probabilities in place of hard labels, for images that are relabelled,
 and for all as the painter makes them), `common` (at epsilon 0.2, no sums whatever the class), `bold` (at epsilon 0.2,
-all as where there is little noise), `encoder` (the teacher looks through a public network, too: weights of
+with caution off), `encoder` (the teacher looks through a public network, too: weights of
 EfficientNet-Lite0 in $SFUMATO_WEIGHTS), `core` (defaults without a GPU: `--tables core --device cpu --seeds 1`). Of the
 first seed of `budget` also the fidelity, in that network's features.
 
@@ -72,7 +72,9 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     if "common" in options.tables:
         add("nothing in common", ("cifar10", *GREY), {"epsilon": 0.2, "common_share": 0.0})
     if "bold" in options.tables:
-        add("bold", ("cifar10", *GREY), {"epsilon": 0.2, "common_above": 1.0}, ways=("relabel, plain",))
+        for name, params in (("bold", {}), ("bold, nothing in common", {"common_share": 0.0})):
+            bold = {"epsilon": 0.2, "caution": "off", **params}
+            add(name, ("cifar10", *GREY), bold, ways=("relabel, plain",))
     for epsilon in BUDGETS if "budget" in options.tables else ():
         add("budget", OTHERS, {"epsilon": epsilon}, ways=WAYS)
     if "encoder" in options.tables:

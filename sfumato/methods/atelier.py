@@ -56,7 +56,9 @@ FEW, MANY = 500, 1500  # components
 LEVELLING, LEAST_SPREAD = 0.5, 1e-4  # the power by which their spreads are levelled
 NO_TEACHER = "there are no classes, so that there is no teacher and there are no soft labels"
 SEEN_AT_ONCE = 250  # images: a network that looks at them keeps megabytes of each
+GREAT = 1.3e-3  # noise of the whole budget per image of a class: epsilon 0.2 of 60,000 in ten classes has it, 1 has not
 CAUTIOUS = {**KernelGenerator.on_cpu, "smoothness": 0.6}  # a painter's, where noise is great
+CAUTION = ("auto", "on", "off")
 LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what the painter makes
 
 
@@ -64,17 +66,19 @@ LOOKED_AT = 200  # images of each class, to learn what the teacher sees in what 
 class Atelier(KernelGenerator):
     """A generator that follows noisy kernel means, and a linear teacher that says what its images show.
 
-    disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`,
-    they are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples
-    come with the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of
-    the budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; 0 steps: as many as suit the noise,
-    and the rate is lower where that is great. teacher_encoder: a public network that the teacher alone looks through,
-    as `load_perceptual` takes it; left out, it is `encoder`. teacher_side: images are enlarged to so many pixels across
+    disagreement: what becomes of images in which the teacher sees another class than the painter meant: `relabel`, they
+    are of the class that the teacher sees; `drop`; `keep`, as the painter meant. soft_labels: whether samples come with
+    the teacher's probabilities, beside their labels. Both may change after `fit`. teacher_share: its part of the
+    budget. teacher_steps, teacher_bound, teacher_rate: of the noisy gradients; 0 steps: as many as suit the noise, and
+    the rate is lower where that is great. teacher_encoder: a public network that the teacher alone looks through, as
+    `load_perceptual` takes it; left out, it is `encoder`. teacher_side: images are enlarged to so many pixels across
     for it; networks see more where images are about as large as those that they were trained on. variety: from 0 to 1,
     how far images that are relabelled go beyond what the painter makes of a class: towards another class, up to half
-    way, turned by up to 8 degrees, scaled by 6 % and shifted by 5 %. It may change after `fit`, too. All others are the
-    painter's, as in `dp-kernel`; from a noise of `common_above` on, those of steps, batch_size, features_per_step,
-    scattering_share and smoothness that were left alone are cautious ones.
+    way (not with `parallel`, which has no way between), turned by up to 8 degrees, scaled by 6 % and shifted by 5 %
+    (not with `autoencoder`). It may change after `fit`, too. caution: of the painter, who must not follow noise too
+    closely: `on`, those of steps, batch_size, features_per_step, scattering_share and smoothness that are at their
+    defaults, be it that they were given, take cautious values; `auto`, where noise is great, which budget and public
+    facts tell, for 30,000 images if sizes are not declared; `off`. All others are the painter's, as in `dp-kernel`.
     """
 
     key: ClassVar[str] = "atelier"
@@ -85,7 +89,8 @@ class Atelier(KernelGenerator):
     on_cpu: ClassVar[dict[str, Any]] = {**KernelGenerator.on_cpu, "teacher_steps": FEW_STEPS}
 
     common_share: float = 0.5
-    common_above: float = 1.3e-3  # so that there is one at epsilon 0.2 of 60,000 images in ten classes, and none at 1
+    common_above: float = GREAT
+    caution: str = "auto"
     disagreement: str = "relabel"
     soft_labels: bool = False
     teacher_share: float = 0.4
@@ -110,17 +115,23 @@ class Atelier(KernelGenerator):
             raise ValueError("teacher_steps must be at least 2, or 0 for as many as suit the noise")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
+        if self.caution not in CAUTION:
+            raise ValueError(f"caution must be one of {', '.join(CAUTION)}, got {self.caution!r}")
         if not self.variety <= 1:
             raise ValueError(f"variety must lie between 0 and 1, got {self.variety!r}")
         return self
 
     def _suiting(self, public: PublicFacts) -> dict[str, Any]:
         """Who follows noisy means closely paints noise: fewer steps, smaller batches, and roughness costs."""
-        if not self._loud(public):
+        if self.caution == "off" or (self.caution == "auto" and self._class_noise(public) < GREAT):
             return {}
         left = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
         own = CAUTIOUS.keys() & left - ({"smoothness"} if self.autoencoder else set())
         return {name: CAUTIOUS[name] for name in sorted(own)}
+
+    def explain_plan(self, public: PublicFacts) -> list[str]:
+        suited = ", ".join(f"{name} {value:g}" for name, value in self._suiting(public).items())
+        return [f"noise is great, so the painter is cautious: {suited}; caution='off' leaves that"] if suited else []
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
@@ -235,7 +246,8 @@ class Atelier(KernelGenerator):
             return self._painted(meant, generator)
         if not self._per_class:
             classes, device = len(self.counts_), meant.device
-            other = torch.randint(classes, meant.shape, generator=generator, device=device)
+            further = torch.randint(1, classes, meant.shape, generator=generator, device=device)
+            other = (meant + further) % classes
             share = self.variety / 2 * torch.rand(len(meant), 1, generator=generator, device=device)
             meant = torch.lerp(parts(meant, classes).float(), parts(other, classes).float(), share)
         painted = self._painted(meant, generator)

@@ -21,6 +21,7 @@ from sfumato.privacy import Budget, Certificate, Ledger, Plan, Release, Vault, c
 from sfumato.privacy.budget import Adjacency
 
 FORMAT = "sfumato-model/1"
+SETTLED = frozenset({"epsilon", "delta", "adjacency", "public_size", "secure", "seed", "device"})  # by the user alone
 
 
 class NotFittedError(ValueError):
@@ -93,7 +94,10 @@ class Synthesizer(ABC):
         return {}
 
     def _suiting(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
-        """Parameters that take other values where public facts ask for them, while a model is planned and fitted."""
+        """Parameters that take other values where public facts ask for them, while a model is planned and fitted.
+
+        Never those in `SETTLED`. A warm start takes the method that goes before as it is.
+        """
         return {}
 
     def _proportions(self) -> torch.Tensor:
@@ -108,8 +112,7 @@ class Synthesizer(ABC):
 
     def plan(self, public: PublicFacts) -> Plan:
         """The releases to come and their noise; touches no pixel and spends nothing."""
-        with self._with(self._suiting(public)):
-            plan = calibrate(self._releases(public), self._budget())
+        plan = calibrate(replace(self, **self._suited(public))._releases(public), self._budget())
         # A form that takes the raw images has no releases to account for, and promises nothing.
         return plan if self._protected else replace(plan, bounds={**plan.bounds, "exact": math.inf})
 
@@ -120,7 +123,7 @@ class Synthesizer(ABC):
     def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
         """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""
         public = self.validate().public_facts(images)
-        with self._with(self._suiting(public)):
+        with self._with(self._suited(public)):
             return self._fit_through(images, public, None if run_dir is None else Path(run_dir), resume)
 
     def _fit_through(self, images: ImageSet, public: PublicFacts, folder: Path | None, resume: bool) -> Self:
@@ -208,7 +211,7 @@ class Synthesizer(ABC):
         content = {
             "format": FORMAT,
             "method": self.key,
-            "parameters": self.certificate_.parameters,
+            "parameters": self.certificate_.parameters | self._adjustable_params(),
             "public": asdict(public),
         }
         with replacing(target / "model.safetensors", overwrite=True) as partial:
@@ -265,6 +268,10 @@ class Synthesizer(ABC):
         params = {name: _cast(value, kinds[name]) for name, value in self.get_params().items()}
         return _plain({name: "inf" if value == math.inf else value for name, value in params.items()})
 
+    def _adjustable_params(self) -> dict[str, Any]:
+        """Those that may have changed since the certificate was made."""
+        return {name: value for name, value in self._json_params().items() if name in self.adjustable}
+
     @classmethod
     def from_json(cls, params: dict[str, Any]) -> Self:
         special: dict[str, Any] = {name: math.inf for name, value in params.items() if value == "inf"}
@@ -280,6 +287,12 @@ class Synthesizer(ABC):
             raise ValueError(f"{fixed[0]} cannot be changed after fit; of {self.key}'s parameters these can: {may}")
         with self._with(options):
             yield
+
+    def _suited(self, public: PublicFacts) -> dict[str, Any]:
+        suiting = self._suiting(public)
+        if fixed := sorted(SETTLED & suiting.keys()):
+            raise ValueError(f"{self.key} must not change {fixed[0]}: that is the user's to say")
+        return suiting
 
     @contextmanager
     def _with(self, params: dict[str, Any]) -> Iterator[None]:

@@ -178,12 +178,12 @@ class KernelGenerator(GeneratorMethod):
         """`common_share`, or nothing: where noise is small, or where there is one class, and one release says all."""
         if len(public.classes) == 1 or not self.common_share:
             return 0.0
-        return self.common_share if self._loud(public) else 0.0
+        loud = self.common_above == 0 or self._class_noise(public) >= self.common_above
+        return self.common_share if loud else 0.0
 
-    def _loud(self, public: PublicFacts) -> bool:
-        """Whether noise is great, in the mean of a class."""
-        noise = len(public.classes) * self._whole_noise(public) if self.common_above else 0.0
-        return noise >= self.common_above
+    def _class_noise(self, public: PublicFacts) -> float:
+        """Noise of a single release with the whole budget, for each image of a class."""
+        return len(public.classes) * self._whole_noise(public)
 
     def _whole_noise(self, public: PublicFacts) -> float:
         """Noise of a single release with the whole budget, for each image: known from public facts."""

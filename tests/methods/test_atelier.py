@@ -72,7 +72,11 @@ def test_what_classes_have_in_common_is_asked_for_where_there_is_much_noise(
 def test_the_painter_is_cautious_where_noise_is_great_but_for_what_was_asked_for(few_digits: ImageSet) -> None:
     public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(6_000,) * 10)
     assert Atelier(epsilon=1.0)._suiting(public) == {}
-    assert Atelier(epsilon=math.inf)._suiting(public) == {}
+    assert Atelier(epsilon=math.inf, common_above=0.0)._suiting(public) == {}
+    assert Atelier(epsilon=10.0, caution="on")._suiting(public) == CAUTIOUS
+    assert Atelier(epsilon=0.2, caution="off")._suiting(public) == {}
+    assert "steps 1800" in Atelier(epsilon=0.2).explain_plan(public)[0]
+    assert Atelier(epsilon=1.0).explain_plan(public) == []
     assert Atelier(epsilon=0.2)._suiting(public) == CAUTIOUS
     asked = Atelier(epsilon=0.2, steps=3000)._suiting(public)
     assert asked == {name: value for name, value in CAUTIOUS.items() if name != "steps"}
@@ -118,6 +122,14 @@ def test_variety_is_between_classes_and_the_teacher_says_of_which(fitted: Atelie
         assert torch.equal(*alike), "what is labelled as it was meant is painted as it was meant"
     with pytest.raises(ValueError, match="variety must lie between 0 and 1"):
         fitted.sample(1, variety=1.5)
+
+
+def test_what_was_adjusted_after_the_fit_is_saved(fitted: Atelier, tmp_path: Path) -> None:
+    again = load(fitted.save(tmp_path / "first"), device="cpu").set_params(variety=0.25, disagreement="drop")
+    last = load(again.save(tmp_path / "last"), device="cpu")
+    assert isinstance(last, Atelier)
+    assert (last.variety, last.disagreement) == (0.25, "drop")
+    assert last.certificate_.parameters["variety"] == 1, "the certificate is of the fit"
 
 
 def test_origins_are_how_often_the_painter_meant_a_class_that_is_seen(fitted: Atelier) -> None:

@@ -20,6 +20,17 @@ from sfumato.privacy import BudgetExceeded
 QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
 
 
+def test_public_facts_settle_no_budget(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sf.create("dp-merf", epsilon=3.0, **QUICK)
+    monkeypatch.setattr(type(model), "_suiting", lambda *_: {"steps": 3})
+    assert model.fit(few_digits).certificate_.parameters["steps"] == 3
+    assert model.get_params()["steps"] == QUICK["steps"]
+    monkeypatch.setattr(type(model), "_suiting", lambda *_: {"epsilon": 30.0})
+    for act in (lambda: model.plan(few_digits.public()), lambda: model.fit(few_digits)):
+        with pytest.raises(ValueError, match="must not change epsilon"):
+            act()
+
+
 @pytest.fixture(scope="module")
 def fitted(few_digits: ImageSet) -> Synthesizer:
     return sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits)
