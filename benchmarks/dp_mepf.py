@@ -68,9 +68,11 @@ def jobs(options: argparse.Namespace) -> list[Job]:
             add("budget", OTHERS, {"epsilon": epsilon}, seeds=seeds)
             add("unlabelled", ("cifar10",), {"epsilon": epsilon}, labelled=False, seeds=seeds)
         for epsilon in BUDGETS[1::-1]:
-            add("budget", ("celeba64",), {"epsilon": epsilon}, seeds=seeds)
             add("encoders: resnet18", ("cifar10",), {"epsilon": epsilon, "encoder": LARGER}, seeds=seeds)
-            add("stopping", COLOUR, {"epsilon": epsilon}, seeds=seeds)
+        for epsilon in BUDGETS[:3]:
+            add("stopping", COLOUR, {"epsilon": epsilon})
+        for epsilon in BUDGETS:
+            add("budget", ("celeba64",), {"epsilon": epsilon}, seeds=seeds)
         add("budget", OTHERS, {"epsilon": math.inf}, seeds=seeds)
         add("unlabelled", ("cifar10",), {"epsilon": math.inf}, labelled=False, seeds=seeds)
         for encoder in ("auto", "scattering"):
