@@ -131,7 +131,8 @@ class Atelier(KernelGenerator):
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         suited = ", ".join(f"{name} {value:g}" for name, value in self._suiting(public).items())
-        return [f"noise is great, so the painter is cautious: {suited}; caution='off' leaves that"] if suited else []
+        why = "noise is great" if self.caution == "auto" else "as asked for"
+        return [f"the painter is cautious, {why}: {suited} (caution='off': not)"] if suited else []
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
