@@ -103,7 +103,8 @@ def run(job: Job, options: argparse.Namespace) -> list[Row]:
     certified = round(model.certificate_.epsilon or 0.0, 4)
     about = {"certified": certified, "fit_s": seconds, **{key: job[key] for key in ("table", "data", "seed", "params")}}
     assert test.labels is not None
-    rows = [_row(about, "the teacher itself", "", 100 * float((seen == test.labels).float().mean()))]
+    itself = _row(about, "the teacher itself", "", 100 * float((seen == test.labels).float().mean()))
+    rows = [itself] if job.get("whole", True) else []
     for way in job["ways"]:
         for count in job["images"]:
             disagreement, *more = way.split(", ")
@@ -142,7 +143,10 @@ def group(row: Row) -> str:
 
 
 def unfinished(found: list[Job], rows: list[Row]) -> list[Job]:
-    """Jobs with the ways that are missing: of a fit of their own, with fresh noise, where others are there."""
+    """Jobs with the ways that are missing: of a fit of their own, with fresh noise, where others are there.
+
+    Such a fit's teacher is not counted: the seed has one already.
+    """
 
     def key(of: Row, way: str) -> tuple[object, ...]:
         return of["table"], of["data"], of["params"]["epsilon"], of["seed"], way
@@ -151,7 +155,7 @@ def unfinished(found: list[Job], rows: list[Row]) -> list[Job]:
     todo = []
     for job in found:
         ways = tuple(way for way in job["ways"] if any(key(job, _way(way, n)) not in have for n in job["images"]))
-        todo += [{**job, "ways": ways}] if ways else []
+        todo += [{**job, "ways": ways, "whole": ways == job["ways"]}] if ways else []
     return todo
 
 
