@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.methods.atelier import CAUTIOUS, Atelier, Components
+from sfumato.methods.atelier import CAUTIOUS, ENCODED, Atelier, Components
 from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
 from sfumato.privacy import Vault
@@ -77,6 +77,8 @@ def test_the_painter_is_cautious_where_noise_is_great_but_for_what_was_asked_for
     assert Atelier(epsilon=0.2, caution="off")._suiting(public) == {}
     assert "steps 1800" in Atelier(epsilon=0.2).explain_plan(public)[0]
     assert Atelier(epsilon=1.0).explain_plan(public) == []
+    assert Atelier(epsilon=1.0, teacher_encoder="vgg11").explain_plan(public) == [ENCODED]
+    assert Atelier(epsilon=0.2, encoder="vgg11").explain_plan(public)[1:] == [ENCODED]
     assert Atelier(epsilon=0.2)._suiting(public) == CAUTIOUS
     asked = Atelier(epsilon=0.2, steps=3000)._suiting(public)
     assert asked == {name: value for name, value in CAUTIOUS.items() if name != "steps"}
