@@ -134,7 +134,8 @@ class Atelier(KernelGenerator):
         suited = ", ".join(f"{name} {value:g}" for name, value in self._suiting(public).items())
         why = "noise is great" if self.caution == "auto" else "as asked for"
         cautious = [f"the painter is cautious, {why}: {suited} (caution='off': not)"] if suited else []
-        return [*cautious, ENCODED] if self.teacher_encoder or self.encoder else cautious
+        encoded = (self.teacher_encoder or self.encoder) and _taught(public)
+        return [*cautious, ENCODED] if encoded else cautious
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = super()._releases(public)
