@@ -1,6 +1,7 @@
 """Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check."""
 
 from sfumato.data import DataError, ImageSet, load_images, save_images
+from sfumato.engine import noise_multiplier
 from sfumato.evaluate import evaluate
 from sfumato.methods.registry import create, list_methods, load
 from sfumato.privacy import (
@@ -12,7 +13,6 @@ from sfumato.privacy import (
     Release,
     Vault,
     epsilon,
-    noise_multiplier,
     verify,
 )
 

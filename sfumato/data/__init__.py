@@ -2,7 +2,7 @@
 
 from .errors import DataError, DataWarning
 from .grid import contact_sheet
-from .imageset import ImageSet, PublicFacts
+from .imageset import ImageSet, PublicFacts, shared_images
 from .load import load_images
 from .named import NamedSet, find_named, get_named, named_sets
 from .save import save_images
@@ -19,4 +19,5 @@ __all__ = [
     "load_images",
     "named_sets",
     "save_images",
+    "shared_images",
 ]

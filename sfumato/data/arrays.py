@@ -8,14 +8,17 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .errors import UNLABELLED, DataError, reason
 from .imageset import ImageSet
-from .labels import SOFT_LABELS
+from .labels import SOFT_LABELS, encode_labels, text
+from .persons import encode_persons
 
 Array = np.ndarray[Any, Any]
 
@@ -29,8 +32,13 @@ IDX_IMAGES = re.compile(r"(?P<stem>.*?)images(?P<join>[-.])idx3-ubyte(?P<gzip>\.
 IDX_SPLITS = {"train": ("train-",), "test": ("t10k-", "test-")}
 
 
-def read_npz(path: Path, *, labels: bool, split: str) -> ImageSet:
-    """Read `images`/`labels` or `x`/`y`, also with the name of a split (`train_images`, `x_test`)."""
+def read_npz(
+    path: Path, *, labels: bool, split: str, classes: Sequence[str] | None = None, person: str | None = None
+) -> ImageSet:
+    """Read `images`/`labels` or `x`/`y`, also with the name of a split (`train_images`, `x_test`).
+
+    The array `classes` names the classes; where there is none, those given. `person` names an array, likewise.
+    """
     spellings = (
         (f"{split}_images", f"{split}_labels"),
         (f"x_{split}", f"y_{split}"),
@@ -43,7 +51,10 @@ def read_npz(path: Path, *, labels: bool, split: str) -> ImageSet:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DataError(f"{path} holds a single array, not an .npz archive of named arrays")
             with archive:
-                return _from_archive(path, archive, spellings, labels)
+                images = _from_archive(path, archive, spellings, labels, classes)
+                if person is None:
+                    return images
+                return replace(images, persons=_archived_persons(path, archive, person, split))
     except DataError as error:
         raise error if str(path) in str(error) else DataError(f"{path}: {error}") from error
     except DAMAGED_ZIP as error:
@@ -54,7 +65,11 @@ def read_npz(path: Path, *, labels: bool, split: str) -> ImageSet:
 
 
 def _from_archive(
-    path: Path, archive: np.lib.npyio.NpzFile, spellings: Sequence[tuple[str, str]], labels: bool
+    path: Path,
+    archive: np.lib.npyio.NpzFile,
+    spellings: Sequence[tuple[str, str]],
+    labels: bool,
+    classes: Sequence[str] | None,
 ) -> ImageSet:
     names = next((pair for pair in spellings if pair[0] in archive), None)
     if names is None:
@@ -65,9 +80,18 @@ def _from_archive(
         return ImageSet.from_arrays(archive[names[0]])
     if names[1] not in archive:
         raise DataError(f"{path} has {names[0]!r} but no {names[1]!r}; {UNLABELLED}")
-    classes = [str(name) for name in archive["classes"]] if "classes" in archive else None
+    known = [text(name) for name in archive["classes"]] if "classes" in archive else classes
+    encoded, known = encode_labels(archive[names[1]], known, str(path))
     soft_labels = archive[SOFT_LABELS] if SOFT_LABELS in archive and names[1] == "labels" else None
-    return ImageSet.from_arrays(archive[names[0]], archive[names[1]], classes, soft_labels)
+    return ImageSet.from_arrays(archive[names[0]], encoded, known, soft_labels)
+
+
+def _archived_persons(path: Path, archive: np.lib.npyio.NpzFile, person: str, split: str) -> torch.Tensor:
+    spellings = (f"{split}_{person}", f"{person}_{split}", person)
+    name = next((name for name in spellings if name in archive), None)
+    if name is None:
+        raise DataError(f"{path} has no array {person!r} of persons; it has {', '.join(archive.files)}")
+    return encode_persons(archive[name])
 
 
 def find_idx(folder: Path, split: str) -> Path | None:
@@ -84,8 +108,8 @@ def find_idx(folder: Path, split: str) -> Path | None:
     return chosen[0]
 
 
-def read_idx(path: Path, *, labels: bool) -> ImageSet:
-    """Read one IDX file of images and the labels file beside it."""
+def read_idx(path: Path, *, labels: bool, classes: Sequence[str] | None = None) -> ImageSet:
+    """Read one IDX file of images and the labels file beside it, which does not name its classes."""
     images = _read_idx_file(path, dimensions=3)
     if not labels:
         return ImageSet.from_arrays(images[:, None])
@@ -97,7 +121,8 @@ def read_idx(path: Path, *, labels: bool) -> ImageSet:
     found = next((file for file in beside if file.is_file()), None)
     if found is None:
         raise DataError(f"{path} has no labels beside it ({beside[0].name}); {UNLABELLED}")
-    return ImageSet.from_arrays(images[:, None], _read_idx_file(found, dimensions=1))
+    encoded, names = encode_labels(_read_idx_file(found, dimensions=1), classes, str(found))
+    return ImageSet.from_arrays(images[:, None], encoded, names)
 
 
 def _stem(path: Path) -> str:

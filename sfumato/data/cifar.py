@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from .errors import DataError, reason
 from .imageset import ImageSet
+from .labels import encode_labels
 
 FOLDERS = ("cifar-10-batches-py", "cifar-100-python", "cifar-10-batches-bin")
 ROW = 3 * 32 * 32
@@ -24,11 +26,11 @@ def find_cifar(folder: Path) -> Path | None:
     return next((place for place in (folder, *map(folder.joinpath, FOLDERS)) if _kind(place)), None)
 
 
-def read_cifar(folder: Path, *, labels: bool, split: str) -> ImageSet:
-    """Read one split of a folder of batches."""
+def read_cifar(folder: Path, *, labels: bool, split: str, classes: Sequence[str] | None = None) -> ImageSet:
+    """Read one split of a folder of batches; their meta file names the classes, else those given do."""
     kind = _kind(folder)
     if kind == "binary":
-        return _read_binary(folder, labels, split)
+        return _read_binary(folder, labels, split, classes)
     if kind == "cifar-100":
         paths, key, meta, names_key = [folder / split], "fine_labels", folder / "meta", "fine_label_names"
     else:
@@ -43,8 +45,9 @@ def read_cifar(folder: Path, *, labels: bool, split: str) -> ImageSet:
     for path, batch in zip(paths, batches, strict=True):
         if not isinstance(batch.get(key), list):
             raise DataError(f"{path} holds no list {key!r}")
-    names = [_text(name) for name in _unpickled(meta).get(names_key, [])] if meta.is_file() else None
-    return ImageSet.from_arrays(images, np.concatenate([np.asarray(batch[key]) for batch in batches]), names)
+    names = [_text(name) for name in _unpickled(meta).get(names_key, [])] if meta.is_file() else []
+    values = np.concatenate([np.asarray(batch[key]) for batch in batches])
+    return ImageSet.from_arrays(images, *encode_labels(values, names or classes, str(folder)))
 
 
 def _kind(folder: Path) -> str | None:
@@ -62,7 +65,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return sorted(path for path in folder.iterdir() if pattern.match(path.name))
 
 
-def _read_binary(folder: Path, labels: bool, split: str) -> ImageSet:
+def _read_binary(folder: Path, labels: bool, split: str, classes: Sequence[str] | None) -> ImageSet:
     paths = _matching(folder, BINARY[split])
     if not paths:
         raise DataError(f"{folder} has no batches for split {split!r}")
@@ -80,8 +83,8 @@ def _read_binary(folder: Path, labels: bool, split: str) -> ImageSet:
     if not labels:
         return ImageSet.from_arrays(images)
     meta = folder / "batches.meta.txt"
-    names = meta.read_text("utf-8").split() if meta.is_file() else None
-    return ImageSet.from_arrays(images, table[:, 0], names)
+    names = meta.read_text("utf-8").split() if meta.is_file() else []
+    return ImageSet.from_arrays(images, *encode_labels(table[:, 0], names or classes, str(folder)))
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from .decode import SUFFIXES, Item, Listing
 from .errors import UNLABELLED, DataError, first_few, reason
 from .labels import SOFT_LABELS, encode_labels, encode_soft_labels
+from .persons import person_name
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels")
@@ -25,16 +26,24 @@ ROWS_AT_ONCE = 256
 LABEL_SUFFIXES = (".cls", ".json", ".txt")
 
 
-def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
-    """List the images of Parquet shards; names of classes come from the schema's metadata."""
+def list_parquet(
+    paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
+) -> Listing:
+    """List the images of Parquet shards; the schema's metadata name the classes, else those given do.
+
+    person: the column that tells whose image it is.
+    """
     pyarrow = import_pyarrow()
-    rows, values, soft_labels, names, columns = 0, [], [], [], []
+    rows, values, soft_labels, names, columns, people = 0, [], [], [], [], []
     for path in paths:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 schema = file.schema_arrow
                 columns.append(_column(path, schema, IMAGE_COLUMNS))
                 rows += file.metadata.num_rows
+                if person is not None:
+                    cells = file.read([_column(path, schema, (person,))]).column(person).to_pylist()
+                    people += [person_name(cell, f"{path.name} row {row}") for row, cell in enumerate(cells)]
                 if labels:
                     column = _column(path, schema, LABEL_COLUMNS)
                     values += file.read([column]).column(column).to_pylist()
@@ -46,8 +55,9 @@ def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path} is not a readable Parquet file: {reason(error)}") from error
     items = _parquet_items(pyarrow, list(zip(paths, columns, strict=True)))
+    persons = None if person is None else people
     if not labels:
-        return Listing(items, rows)
+        return Listing(items, rows, persons=persons)
     if None in values:
         raise DataError(f"row {values.index(None)} of {_all(paths)} has no label; {UNLABELLED}")
     if any(other != names[0] for other in names):
@@ -55,7 +65,8 @@ def list_parquet(paths: Sequence[Path], *, labels: bool) -> Listing:
     if soft_labels and len(soft_labels) < rows:
         raise DataError(f"some of the shards {_all(paths)} have soft labels and others have none")
     soft = encode_soft_labels(soft_labels) if soft_labels else None
-    return Listing(items, rows, *encode_labels(values, names[0]), soft_labels=soft)
+    encoded, known = encode_labels(values, names[0] or classes, _all(paths))
+    return Listing(items, rows, encoded, known, soft_labels=soft, persons=persons)
 
 
 def import_pyarrow() -> ModuleType:
@@ -125,10 +136,16 @@ class _Slice:
             return io.BytesIO(file.read(self.size))
 
 
-def list_webdataset(paths: Sequence[Path], *, labels: bool) -> Listing:
-    """List the samples of WebDataset shards: members that share a name up to its first dot."""
+def list_webdataset(
+    paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
+) -> Listing:
+    """List the samples of WebDataset shards: members that share a name up to its first dot.
+
+    person: the key of the `.json` members that tells whose image it is.
+    """
     items: list[Item] = []
     values: list[int | str] = []
+    people: list[str] = []
     for path in paths:
         for key, sample in _samples(path).items():
             image = next((member for suffix, member in sample.items() if suffix in SUFFIXES), None)
@@ -138,13 +155,16 @@ def list_webdataset(paths: Sequence[Path], *, labels: bool) -> Listing:
             items.append(Item(name, _Slice(path, image.offset_data, image.size).open))
             if labels:
                 values.append(_tar_label(path, key, sample))
+            if person is not None:
+                people.append(_tar_person(path, key, sample, person))
     if not items:
         raise DataError(f"{_all(paths)} holds no images")
+    persons = None if person is None else people
     if not labels:
-        return Listing(items, len(items))
+        return Listing(items, len(items), persons=persons)
     if len({type(value) for value in values}) > 1:
         raise DataError(f"{_all(paths)} mixes numbers and names as labels; use one of them throughout")
-    return Listing(items, len(items), *encode_labels(values))
+    return Listing(items, len(items), *encode_labels(values, classes, _all(paths)), persons=persons)
 
 
 def _samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
@@ -171,8 +191,7 @@ def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int 
         raise DataError(f"{path}: sample {key!r} has no label (.cls, .json or .txt); {UNLABELLED}")
     member = sample[suffix]
     try:
-        text = _Slice(path, member.offset_data, member.size).open().read().decode().strip()
-        value = json.loads(text)["label"] if suffix == ".json" else text
+        value = _tar_json(path, member)["label"] if suffix == ".json" else _tar_text(path, member)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: the label in {member.name} cannot be read: {reason(error)}") from error
     if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
@@ -180,6 +199,25 @@ def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int 
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise DataError(f"{path}: the label in {member.name} is neither a whole number nor a name")
     return value
+
+
+def _tar_person(path: Path, key: str, sample: dict[str, tarfile.TarInfo], person: str) -> str:
+    member = sample.get(".json")
+    if member is None:
+        raise DataError(f"{path}: sample {key!r} has no .json member, where person={person!r} (--person) would stand")
+    try:
+        value = _tar_json(path, member)[person]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: {member.name} has no person under {person!r}: {reason(error)}") from error
+    return person_name(value, f"{path}: {person!r} in {member.name}")
+
+
+def _tar_json(path: Path, member: tarfile.TarInfo) -> Any:
+    return json.loads(_tar_text(path, member))
+
+
+def _tar_text(path: Path, member: tarfile.TarInfo) -> str:
+    return _Slice(path, member.offset_data, member.size).open().read().decode().strip()
 
 
 def _all(paths: Sequence[Path]) -> str:

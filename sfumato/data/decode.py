@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,6 +23,7 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from .errors import DataError, DataWarning, first_few, reason
 from .imageset import ImageSet
 from .parallel import map_in_order
+from .persons import encode_persons
 from .storage import allocate
 
 Mode = Literal["grey", "rgb"]
@@ -58,7 +59,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """Encoded images still to be decoded, with their labels; `skipped` were left out while listing."""
+    """Encoded images still to be decoded, with labels and names of persons; `skipped` were left out while listing."""
 
     items: Iterable[Item]
     count: int
@@ -66,6 +67,7 @@ class Listing:
     classes: tuple[str, ...] = ("all",)
     skipped: list[str] = field(default_factory=list)
     soft_labels: torch.Tensor | None = None
+    persons: Sequence[str] | None = None
 
 
 def file_item(path: Path, name: str) -> Item:
@@ -104,7 +106,8 @@ def decode(
     labels, soft_labels = (
         None if values is None else values[torch.tensor(kept)] for values in (listing.labels, listing.soft_labels)
     )
-    return ImageSet(canvas.images(len(kept)), labels, listing.classes, soft_labels)
+    persons = None if listing.persons is None else encode_persons([listing.persons[index] for index in kept])
+    return ImageSet(canvas.images(len(kept)), labels, listing.classes, soft_labels, persons)
 
 
 def refit(
@@ -136,7 +139,7 @@ def to_picture(pixels: Pixels) -> Image.Image:
 
 
 class Canvas:
-    """Where images are placed: grey until the first RGB image comes, unless the mode is given."""
+    """Where images are placed: all of one size, and all grey or all RGB unless the mode is given."""
 
     def __init__(self, count: int, mode: Mode | None) -> None:
         self.count = count
@@ -154,15 +157,18 @@ class Canvas:
         if (height, width) != (tall, wide):
             sizes = f"{self.first} is {wide}×{tall}, {name} is {width}×{height}"
             raise DataError(f"the images differ in size: {sizes}; pass size (--size) to bring them to one")
-        if channels > have:
-            # Cheaper than a pass over all headers first: at most one copy of what is there.
-            grey, self.pixels = self.pixels, allocate((self.count, 3, height, width))
-            self.pixels[:index] = grey[:index]
+        if channels != have and self.mode is None:
+            kinds = f"{self.first} is {_colour(have)}, {name} is {_colour(channels)}"
+            raise DataError(f"the images mix grey and colour: {kinds}; pass mode='grey' or 'rgb' (--mode grey|rgb)")
         self.pixels[index] = image
 
     def images(self, count: int) -> torch.Tensor:
         assert self.pixels is not None
         return torch.from_numpy(self.pixels)[:count]
+
+
+def _colour(channels: int) -> str:
+    return "grey" if channels == 1 else "colour"
 
 
 def _decode_or_explain(item: Item, size: int | None, mode: Mode | None) -> tuple[str, Pixels | DataError]:

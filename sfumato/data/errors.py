@@ -1,4 +1,4 @@
-"""What goes wrong with image sets: bad input is a `DataError`, an image left out is a `DataWarning`."""
+"""What goes wrong with image sets: bad input is a `DataError`, what can be gone on with is a `DataWarning`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DataError(ValueError):
 
 
 class DataWarning(UserWarning):
-    """Images were left out because the caller asked for `on_error="skip"`."""
+    """Images were left out because the caller asked for `on_error="skip"`, or there are very few."""
 
 
 UNLABELLED = "pass labels=False (--unlabelled) to read the images as one unlabelled collection"

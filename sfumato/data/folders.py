@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
-from .decode import SKIP, SUFFIXES, Listing, OnError, file_item
+from .decode import SKIP, SUFFIXES, Item, Listing, OnError, file_item
 from .errors import UNLABELLED, DataError, first_few, reason
 from .labels import encode_labels, in_order
+from .persons import persons_of_paths, reads_paths
 
 LABELS_FILE = "labels.csv"
 # What file managers and archivers leave behind; never anybody's data.
@@ -19,14 +20,27 @@ UNSAFE = frozenset('%/\\:*?"<>|')
 SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
 
 
-def list_folder(folder: Path, *, labels: bool, split: str, on_error: OnError) -> Listing:
-    """List the images of a folder in whichever of the layouts it has."""
+def list_folder(
+    folder: Path,
+    *,
+    labels: bool,
+    split: str,
+    on_error: OnError,
+    classes: Sequence[str] | None = None,
+    person: str | None = None,
+) -> Listing:
+    """List the images of a folder in whichever of the layouts it has.
+
+    Folders name the classes; for `labels.csv` those given do. person: a column of `labels.csv`, or what to read from
+    the paths of files (`persons_of_paths`).
+    """
     folder = _split_folder(folder, split)
-    if (folder / LABELS_FILE).is_file():
-        return _list_with_csv(folder) if labels else _list_unlabelled(folder)
+    by_column = person is not None and not reads_paths(person)
+    if (labels or by_column) and (folder / LABELS_FILE).is_file():
+        return _list_with_csv(folder, labels, classes, person)
     if not labels:
-        return _list_unlabelled(folder)
-    return _list_classes(folder, on_error)
+        return _list_unlabelled(folder, person)
+    return _list_classes(folder, on_error, classes, person)
 
 
 def folder_name(name: str) -> str:
@@ -52,15 +66,16 @@ def _escape(letter: str) -> str:
     return quote(letter, safe="") if quote(letter, safe="") != letter else f"%{ord(letter):02X}"
 
 
-def _list_classes(folder: Path, on_error: OnError) -> Listing:
+def _list_classes(folder: Path, on_error: OnError, declared: Sequence[str] | None, person: str | None) -> Listing:
     files, folders = _entries(folder)
     if not files and not folders:
         raise DataError(f"{folder} is empty; expected one sub-folder of images per class")
     if not folders:
         raise DataError(f"{folder} holds files but neither class sub-folders nor {LABELS_FILE}; {UNLABELLED}")
     skipped = _stray(folder, files, on_error)
-    if len(folders) == 1:
-        raise DataError(f"{folder} holds one class only ({folders[0].name}); {UNLABELLED}")
+    if len(folders) == 1 and declared is None:
+        how = f"name all classes with classes= (--classes), or {UNLABELLED}"
+        raise DataError(f"{folder} holds one class only ({folders[0].name}); {how}")
     classes = in_order(class_name(child.name) for child in folders)
     by_class = {class_name(child.name): child for child in folders}
     seen = {_identity(folder)}
@@ -68,16 +83,22 @@ def _list_classes(folder: Path, on_error: OnError) -> Listing:
     names: list[str] = []
     for name in classes:
         found = list(_walk(by_class[name], seen))
-        if not found and on_error == "raise":
-            raise DataError(f"class folder {by_class[name]} holds no images; remove the folder, or {SKIP}")
-        skipped += [] if found else [f"{by_class[name].name}/ (no images)"]
         paths += found
         names += [name] * len(found)
     if not paths:
         raise DataError(f"{folder} holds no images, only empty folders")
     encoded, classes = encode_labels(names, classes)
-    items = [file_item(path, path.relative_to(folder).as_posix()) for path in paths]
-    return Listing(items, len(items), encoded, classes, skipped)
+    items = _items(folder, paths)
+    persons = _persons(items, person, classes=True)
+    return Listing(items, len(items), encoded, classes, skipped, persons=persons)
+
+
+def _items(folder: Path, paths: list[Path]) -> list[Item]:
+    return [file_item(path, path.relative_to(folder).as_posix()) for path in paths]
+
+
+def _persons(items: list[Item], person: str | None, *, classes: bool) -> list[str] | None:
+    return None if person is None else persons_of_paths([item.name for item in items], person, classes=classes)
 
 
 def _stray(folder: Path, files: list[Path], on_error: OnError) -> list[str]:
@@ -92,57 +113,62 @@ def _stray(folder: Path, files: list[Path], on_error: OnError) -> list[str]:
     return names
 
 
-def _list_unlabelled(folder: Path) -> Listing:
-    paths = [path for path in _walk(folder, set()) if path != folder / LABELS_FILE]
-    if not paths:
+def _list_unlabelled(folder: Path, person: str | None) -> Listing:
+    items = _items(folder, [path for path in _walk(folder, set()) if path != folder / LABELS_FILE])
+    if not items:
         raise DataError(f"{folder} holds no images")
-    return Listing([file_item(path, path.relative_to(folder).as_posix()) for path in paths], len(paths))
+    return Listing(items, len(items), persons=_persons(items, person, classes=False))
 
 
-def _list_with_csv(folder: Path) -> Listing:
+def _list_with_csv(folder: Path, labels: bool, classes: Sequence[str] | None, person: str | None) -> Listing:
     table = folder / LABELS_FILE
-    listed = _read_csv(table)
+    column = None if person is None or reads_paths(person) else person.strip().lower()
+    wanted = [*(["label"] if labels else []), *([column] if column is not None else [])]
+    listed = _read_csv(table, wanted)
     present = {path.relative_to(folder).as_posix(): path for path in _walk(folder, set()) if path != table}
     missing = [name for name in listed if name not in present]
     if missing:
         raise DataError(f"{table} lists files that are not there: {first_few(missing)}")
     unlisted = [name for name in present if name not in listed]
     if unlisted:
-        raise DataError(f"{table} gives no label for {first_few(unlisted)}; add the lines, or remove the files")
-    if len(set(listed.values())) == 1:
-        raise DataError(f"{table} names one class only ({next(iter(listed.values()))}); {UNLABELLED}")
-    encoded, classes = encode_labels(list(listed.values()), in_order(listed.values()))
-    return Listing([file_item(present[name], name) for name in listed], len(listed), encoded, classes)
+        raise DataError(f"{table} gives no {wanted[0]} for {first_few(unlisted)}; add the lines, or remove the files")
+    items = [file_item(present[name], name) for name in listed]
+    persons = [row[column] for row in listed.values()] if column else _persons(items, person, classes=False)
+    if not labels:
+        return Listing(items, len(items), persons=persons)
+    encoded, known = encode_labels([row["label"] for row in listed.values()], classes, str(table))
+    return Listing(items, len(items), encoded, known, persons=persons)
 
 
-def _read_csv(table: Path) -> dict[str, str]:
-    """File name → label, in the order of the lines."""
-    labels: dict[str, str] = {}
+def _read_csv(table: Path, wanted: list[str]) -> dict[str, dict[str, str]]:
+    """File name → its value in each wanted column, in the order of the lines."""
+    listed: dict[str, dict[str, str]] = {}
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
-            for line, name, label in _csv_rows(table, csv.reader(file, strict=True)):
-                if not name or not label:
-                    raise DataError(f"{table} line {line} has an empty {'label' if name else 'file name'}")
-                if name in labels:
+            for line, row in _csv_rows(table, csv.reader(file, strict=True), ["file", *wanted]):
+                empty = next((column for column, value in row.items() if not value), None)
+                if empty is not None:
+                    raise DataError(f"{table} line {line} has an empty {'file name' if empty == 'file' else empty}")
+                name = PurePosixPath(row["file"]).as_posix()
+                if name in listed:
                     raise DataError(f"{table} line {line} lists {name} a second time")
-                labels[name] = label
+                listed[name] = row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table} cannot be read as CSV in UTF-8: {reason(error)}") from error
-    if not labels:
+    if not listed:
         raise DataError(f"{table} lists no files")
-    return labels
+    return listed
 
 
-def _csv_rows(table: Path, reader: Any) -> Iterator[tuple[int, str, str]]:
+def _csv_rows(table: Path, reader: Any, wanted: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
     header = [column.strip().lower() for column in next(reader, [])]
-    if "file" not in header or "label" not in header:
-        raise DataError(f"{table} needs a first line with the columns file,label, not {','.join(header)!r}")
+    if not set(wanted) <= set(header):
+        raise DataError(f"{table} needs a first line with the columns {','.join(wanted)}, not {','.join(header)!r}")
     for row in reader:
         if row and len(row) != len(header):
             raise DataError(f"{table} line {reader.line_num} has {len(row)} columns, not {len(header)}")
         if row:
-            name, label = row[header.index("file")].strip(), row[header.index("label")].strip()
-            yield reader.line_num, name and PurePosixPath(name).as_posix(), label
+            yield reader.line_num, {column: row[header.index(column)].strip() for column in wanted}
 
 
 def _split_folder(folder: Path, split: str) -> Path:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from .errors import DataError
-from .labels import encode_labels, encode_soft_labels
+from .labels import Classes, check_classes, class_names, encode_labels, encode_soft_labels
+from .persons import encode_persons
 
 ROUNDING = 1e-2  # of soft labels' sums: half precision is enough
 
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """What may be known of an image set without a privacy charge; `sizes` of classes only if declared public."""
+    """What may be known of an image set without a privacy charge; `sizes` of classes only if declared public.
+
+    unit: what one record is, an "image" or a "person" with all images. A person counts as one in `sizes`, shared
+    among the classes as the person's images are.
+    """
 
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     labelled: bool
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[float, ...] | None = None
+    unit: Literal["image", "person"] = "image"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +37,19 @@ class ImageSet:
     """Images uint8 [N, C, H, W], C being 1 (grey) or 3 (RGB); labels int64 [N], or None if unlabelled.
 
     soft_labels: float32 [N, classes], a probability for each class, beside the labels; None if there are none.
+    persons: int64 [N], the index of the person to whom each image belongs (private); None: each image is its own unit.
     """
 
     images: torch.Tensor
     labels: torch.Tensor | None = None
     classes: Sequence[str] = ("all",)
     soft_labels: torch.Tensor | None = None
+    persons: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
         _check_images(self.images)
-        _check_classes(self.classes)
+        check_classes(self.classes)
         if self.labels is None:
             if self.classes != ("all",):
                 raise DataError("classes were given without labels; an unlabelled set has one class, 'all'")
@@ -50,12 +59,14 @@ class ImageSet:
             if self.labels is None:
                 raise DataError("soft labels were given without labels; they stand beside them")
             _check_soft_labels(self.soft_labels, len(self.images), len(self.classes))
+        if self.persons is not None:
+            _check_persons(self.persons, len(self.images))
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __repr__(self) -> str:
-        # Neither the number of images nor a pixel: a repr ends up in logs, and both are private.
+        # No number of images or persons, and no pixel: a repr ends up in logs, and all these are private.
         return f"ImageSet(shape={self.shape}, classes={len(self.classes)}, labelled={self.labelled})"
 
     @property
@@ -73,8 +84,10 @@ class ImageSet:
         sizes = None
         if declare_size:
             labels = torch.zeros(len(self), dtype=torch.int64) if self.labels is None else self.labels
-            sizes = tuple(torch.bincount(labels, minlength=len(self.classes)).tolist())
-        return PublicFacts(self.shape, tuple(self.classes), self.labelled, sizes)
+            weights = None if self.persons is None else 1 / torch.bincount(self.persons).double()[self.persons]
+            sizes = tuple(torch.bincount(labels, weights, minlength=len(self.classes)).tolist())
+        unit: Literal["image", "person"] = "image" if self.persons is None else "person"
+        return PublicFacts(self.shape, tuple(self.classes), self.labelled, sizes, unit)
 
     def subset(self, indices: torch.Tensor | np.ndarray[Any, Any] | Sequence[int]) -> ImageSet:
         """The images at `indices` (or where a boolean mask is true), in that order, with the same classes."""
@@ -82,26 +95,44 @@ class ImageSet:
         if chosen.numel() == 0:
             raise DataError("the subset holds no images")
         chosen = chosen if chosen.dtype == torch.bool else chosen.long()
-        labels = None if self.labels is None else self.labels[chosen]
-        soft_labels = None if self.soft_labels is None else self.soft_labels[chosen]
-        return ImageSet(self.images[chosen], labels, self.classes, soft_labels)
+        labels, soft_labels, persons = (
+            None if values is None else values[chosen] for values in (self.labels, self.soft_labels, self.persons)
+        )
+        return ImageSet(self.images[chosen], labels, self.classes, soft_labels, persons)
 
     @classmethod
     def from_arrays(
-        cls, images: Any, labels: Any = None, classes: Sequence[str] | None = None, soft_labels: Any = None
+        cls,
+        images: Any,
+        labels: Any = None,
+        classes: Classes | None = None,
+        soft_labels: Any = None,
+        persons: Any = None,
     ) -> ImageSet:
         """Make a set from numpy or torch arrays.
 
         Images are uint8, or float within [0, 1]; shaped [N,H,W], [N,C,H,W] or [N,H,W,C] with C 1 or 3.
         Labels are whole numbers (indices into `classes`), booleans or strings, shaped [N] or [N,1]; soft labels are
-        probabilities, shaped [N, classes].
+        probabilities, shaped [N, classes]. Labels need `classes`: the names in their order, or their number.
+        Persons are whole numbers or strings, shaped [N].
         """
         pixels = _as_uint8(_channels_first(_as_tensor(images, "images")))
         soft = None if soft_labels is None else encode_soft_labels(soft_labels)
+        units = None if persons is None else encode_persons(persons)
+        names = None if classes is None else class_names(classes)
         if labels is None:
-            return cls(pixels, None, ("all",) if classes is None else classes, soft)
-        encoded, names = encode_labels(labels, classes)
-        return cls(pixels, encoded, names, soft)
+            return cls(pixels, None, names or ("all",), soft, units)
+        encoded, names = encode_labels(labels, names)
+        return cls(pixels, encoded, names, soft, units)
+
+
+def shared_images(a: ImageSet, b: ImageSet) -> bool:
+    """Whether any image of one set equals an image of the other, pixel for pixel."""
+    return a.shape == b.shape and not _digests(a).isdisjoint(_digests(b))
+
+
+def _digests(images: ImageSet) -> set[bytes]:
+    return {hashlib.sha256(image).digest() for image in np.ascontiguousarray(images.images.numpy())}
 
 
 def _as_tensor(values: Any, what: str) -> torch.Tensor:
@@ -161,17 +192,6 @@ def _check_images(images: torch.Tensor) -> None:
         raise DataError("the set holds no images")
 
 
-def _check_classes(classes: Sequence[str]) -> None:
-    for name in classes:
-        if not isinstance(name, str):
-            raise DataError(f"class names must be strings, not {name!r}")
-        if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise DataError(f"class name {name!a} is not valid text (UTF-8 without NUL); rename the class")
-    if len(set(classes)) < len(classes):
-        twice = next(name for name in classes if list(classes).count(name) > 1)
-        raise DataError(f"class name {twice!r} appears twice; class names must differ")
-
-
 def _check_labels(labels: torch.Tensor, images: int, classes: int) -> None:
     if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
         raise DataError("labels must be an int64 tensor of shape [N]; use ImageSet.from_arrays to convert")
@@ -191,6 +211,15 @@ def _check_soft_labels(soft_labels: torch.Tensor, images: int, classes: int) -> 
     # a sum that is not a number fails, too
     if not bool((soft_labels >= 0).all() and ((soft_labels.sum(1) - 1).abs() < ROUNDING).all()):
         raise DataError("soft labels must be probabilities: at least 0, and 1 in sum for each image")
+
+
+def _check_persons(persons: torch.Tensor, images: int) -> None:
+    if not isinstance(persons, torch.Tensor) or persons.dtype != torch.int64 or persons.ndim != 1:
+        raise DataError("persons must be an int64 tensor of shape [N]; use ImageSet.from_arrays to convert")
+    if len(persons) != images:
+        raise DataError(f"there are {images} images but {len(persons)} persons; give one person per image")
+    if int(persons.min()) < 0:
+        raise DataError("a person has a negative index; persons count from 0")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+import torch
 
 from .arrays import IDX_IMAGES, find_idx, read_idx, read_npz
 from .cifar import find_cifar, read_cifar
 from .containers import list_parquet, list_webdataset
 from .decode import Listing, Mode, OnError, Progress, decode, refit
-from .errors import UNLABELLED, DataError
+from .errors import UNLABELLED, DataError, DataWarning, first_few
 from .folders import list_folder
 from .imageset import ImageSet
+from .labels import Classes, class_names
 from .named import read_digits, resolve
+from .persons import reads_paths, refuse_persons
 
 Split = Literal["train", "test"]
+Found = TypeVar("Found", ImageSet, Listing)
+FEW = 100  # images, or persons: among fewer, one is hard to hide
 BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What every reader is told."""
+
+    split: Split
+    labels: bool
+    on_error: OnError
+    classes: tuple[str, ...] | None
+    person: str | None
 
 
 def load_images(
@@ -29,6 +47,8 @@ def load_images(
     mode: Mode | None = None,
     split: Split = "train",
     labels: bool = True,
+    classes: Classes | None = None,
+    person: str | None = None,
     on_error: OnError = "raise",
     workers: int | None = None,
     progress: Progress | None = None,
@@ -38,24 +58,62 @@ def load_images(
     source: a folder of class sub-folders; a flat folder with `labels.csv`; `.npz`; IDX files; CIFAR batches;
         Parquet; WebDataset tar shards (`shard-{000..003}.tar` too); or the name of a known data set.
     size: crop each image to its central square and resize it to size×size; None keeps images as they are.
-    mode: "grey" or "rgb"; None is grey if every image is grey, else RGB.
+    mode: "grey" or "rgb"; None is what the images are, which must be all grey or all colour.
     split: which part of a source that has parts; others are read whole.
     labels: False reads everything as one unlabelled collection.
+    classes: the names in the order of labels, or n for "0" to "n-1". Classes are public, so the labels must not decide
+        them: needed where the source does not name its classes as folders, named sets, Parquet with names, `.npz`
+        with an array `classes` and CIFAR's meta file do. A class may have no image.
+    person: where to read whose image it is, for a guarantee per person; None: each image is its own unit. A column of
+        `labels.csv` or Parquet, an array of `.npz` (also `train_NAME`, `NAME_train`), a key of WebDataset's `.json`;
+        or from the path below the source folder (below `train` or `test` if it has these parts): "folder", the
+        folder that holds the file; "folder:K", level K counted from 1; "regex:PATTERN", the one group of a regular
+        expression. The name is the identity: folders of one name are one person, under different classes too.
     on_error: "skip" leaves out files that cannot be read, with a `DataWarning`.
     """
     _check_options(size=size, mode=mode, split=split, on_error=on_error)
-    found = _read(source, split, labels, on_error)
-    if isinstance(found, Listing):
+    if classes is not None and not labels:
+        raise DataError("classes= (--classes) names what labels mean, but labels=False reads none; leave one out")
+    names = None if classes is None else class_names(classes)
+    found = _read(source, _Wish(split, labels, on_error, names, person))
+    if isinstance(found, ImageSet):
+        found = _with_classes(found, names, source)
+        images = refit(found, size=size, mode=mode, workers=workers, progress=progress)
+    else:
         if found.count == 0:
             raise DataError(f"{source} holds no images")
+        found = _with_classes(found, names, source)
         images = decode(found, size=size, mode=mode, on_error=on_error, workers=workers, progress=progress)
-    else:
-        images = refit(found, size=size, mode=mode, workers=workers, progress=progress)
-    if len(images) == 1:
-        raise DataError(f"{source} holds a single image; one image cannot be hidden among others")
+    _check_number(images, source, warn=split == "train")
     if images.labelled and len(images.classes) == 1:
         raise DataError(f"{source} holds one class only ({images.classes[0]}); {UNLABELLED}")
     return images
+
+
+def _check_number(images: ImageSet, source: str | Path, *, warn: bool) -> None:
+    """Refuse a single image (or person), and warn of a handful, without telling how many."""
+    unit, number = "image", len(images)
+    if images.persons is not None:
+        unit, number = "person", len(images.persons.unique())
+    if number == 1:
+        raise DataError(f"{source} holds a single {unit}; one {unit} cannot be hidden among others")
+    if warn and number < FEW:
+        hiding = f"fewer than {FEW} {unit}s: hiding one of so few leaves little to see; expect noise"
+        warnings.warn(DataWarning(f"{source} holds {hiding}"), stacklevel=3)
+
+
+def _with_classes(images: Found, classes: tuple[str, ...] | None, source: str | Path) -> Found:
+    """Replace the classes that a source names by declared ones, which must include them, in the declared order."""
+    if classes is None or images.labels is None or images.classes == classes:
+        return images
+    missing = [name for name in images.classes if name not in classes]
+    if missing:
+        raise DataError(f"{source} has classes that classes= (--classes) does not name: {first_few(missing)}; add them")
+    places = torch.tensor([classes.index(name) for name in images.classes])
+    soft_labels = images.soft_labels
+    if soft_labels is not None:
+        soft_labels = torch.zeros(len(soft_labels), len(classes)).index_copy(1, places, soft_labels)
+    return replace(images, labels=places[images.labels], classes=classes, soft_labels=soft_labels)
 
 
 def _check_options(*, size: int | None, mode: str | None, split: str, on_error: str) -> None:
@@ -70,48 +128,57 @@ def _check_options(*, size: int | None, mode: str | None, split: str, on_error: 
             raise DataError(f"{name}={value!r}: expected {' or '.join(repr(choice) for choice in allowed)}")
 
 
-def _read(source: str | Path, split: Split, labels: bool, on_error: OnError) -> ImageSet | Listing:
+def _read(source: str | Path, wish: _Wish) -> ImageSet | Listing:
     path = Path(source).expanduser()
     if path.is_dir():
-        return _read_folder(path, split, labels, on_error)
+        return _read_folder(path, wish)
     if path.exists():
-        return _read_files([path], labels, split)
+        return _read_files([path], wish)
     if BRACES.search(str(source)):
-        return _read_files(_expanded(str(path)), labels, split)
+        return _read_files(_expanded(str(path)), wish)
     if os.sep in str(source) or path.suffix:
         raise DataError(f"{source} does not exist")
-    return _read_named(str(source), split, labels, on_error)
+    return _read_named(str(source), wish)
 
 
-def _read_named(name: str, split: Split, labels: bool, on_error: OnError) -> ImageSet | Listing:
+def _read_named(name: str, wish: _Wish) -> ImageSet | Listing:
     known, path = resolve(name)
     if path.name == "digits.csv.gz":
-        images: ImageSet | Listing = read_digits(split)
+        refuse_persons(wish.person, name)
+        images: ImageSet | Listing = read_digits(wish.split)
     else:
-        images = _read(path, split, labels, on_error)
-    if not labels:
-        return ImageSet(images.images) if isinstance(images, ImageSet) else images
+        images = _read(path, replace(wish, classes=known.classes if wish.labels else None))
+    if not wish.labels:
+        return ImageSet(images.images) if isinstance(images, ImageSet) and images.labelled else images
     if len(images.classes) != len(known.classes):
         raise DataError(f"{path} has {len(images.classes)} classes, but {name} has {len(known.classes)}")
     return replace(images, classes=known.classes)
 
 
-def _read_folder(folder: Path, split: Split, labels: bool, on_error: OnError) -> ImageSet | Listing:
+def _read_folder(folder: Path, wish: _Wish) -> ImageSet | Listing:
     try:
         files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror}") from error
-    idx = find_idx(folder, split)
+    idx = find_idx(folder, wish.split)
     if idx is not None:
-        return read_idx(idx, labels=labels)
+        return _read_files([idx], wish)
     cifar = find_cifar(folder)
     if cifar is not None:
-        return read_cifar(cifar, labels=labels, split=split)
+        refuse_persons(wish.person, str(cifar))
+        return read_cifar(cifar, labels=wish.labels, split=wish.split, classes=wish.classes)
     for suffix in (".parquet", ".tar"):
         shards = [file for file in files if file.suffix.lower() == suffix]
         if shards:
-            return _read_files(_of_split(folder, shards, split), labels, split)
-    return list_folder(folder, labels=labels, split=split, on_error=on_error)
+            return _read_files(_of_split(folder, shards, wish.split), wish)
+    return list_folder(
+        folder,
+        labels=wish.labels,
+        split=wish.split,
+        on_error=wish.on_error,
+        classes=wish.classes,
+        person=wish.person,
+    )
 
 
 def _of_split(folder: Path, shards: list[Path], split: Split) -> list[Path]:
@@ -125,19 +192,23 @@ def _of_split(folder: Path, shards: list[Path], split: Split) -> list[Path]:
     return chosen
 
 
-def _read_files(paths: list[Path], labels: bool, split: Split) -> ImageSet | Listing:
+def _read_files(paths: list[Path], wish: _Wish) -> ImageSet | Listing:
     path = paths[0]
     suffix = path.suffix.lower()
+    if IDX_IMAGES.match(path.name) and len(paths) == 1:
+        refuse_persons(wish.person, str(path))
+        return read_idx(path, labels=wish.labels, classes=wish.classes)
+    if reads_paths(wish.person):
+        what = f"person={wish.person!r} (--person) reads the paths of image files, and {path} has none"
+        raise DataError(f"{what}; pass the name of a column, an array or a key")
     if suffix == ".tar":
-        return list_webdataset(paths, labels=labels)
+        return list_webdataset(paths, labels=wish.labels, classes=wish.classes, person=wish.person)
     if suffix == ".parquet":
-        return list_parquet(paths, labels=labels)
+        return list_parquet(paths, labels=wish.labels, classes=wish.classes, person=wish.person)
     if len(paths) > 1:
         raise DataError(f"{path}: only .parquet and .tar files can be read in shards")
     if suffix == ".npz":
-        return read_npz(path, labels=labels, split=split)
-    if IDX_IMAGES.match(path.name):
-        return read_idx(path, labels=labels)
+        return read_npz(path, labels=wish.labels, split=wish.split, classes=wish.classes, person=wish.person)
     raise DataError(f"{path}: unknown kind of file; expected a folder, .npz, .parquet, .tar or IDX images")
 
 

@@ -27,8 +27,8 @@ def save_images(images: ImageSet, target: str | Path, *, overwrite: bool = False
     """Write a set in the form that the extension tells: `.npz`, `.parquet`, or none for a folder of PNG.
 
     The folder is `<class>/<number>.png` (flat if unlabelled), the number being the place in the set; who
-    reads it back gets classes in the order of their names, without those that have no image. The other two
-    forms keep all as it is, soft labels too, which a folder cannot hold.
+    reads it back gets classes in the order of their names. The other two forms keep all as it is, soft labels
+    too, which a folder cannot hold. Whose images they are is never written.
     """
     target = Path(target)
     write = _writer(target)
@@ -78,8 +78,8 @@ def _write_folder(images: ImageSet, folder: Path) -> None:
     else:
         places = [folder / folder_name(name) for name in images.classes]
         labels = images.labels.tolist()
-        for label in sorted(set(labels)):
-            places[label].mkdir()
+        for place in places:
+            place.mkdir()
         paths = [places[label] / name for label, name in zip(labels, names, strict=True)]
 
     def write(index: int) -> None:

@@ -7,6 +7,7 @@ classifier by DP-SGD; its activations are then as public as the noisy gradients 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 WIDTHS = (32, 64, 128)
 BOUND, RATE, MOMENTUM = 1.0, 0.5, 0.9
@@ -52,16 +52,16 @@ class PrivateEncoder(nn.Module):
             like = torch.zeros(1, *shape, device=self.classifier.weight.device)
             return sum(values.numel() for values in self(like))
 
-    def learn(self, vault: Vault, release: Release, images: float) -> None:
-        """DP-SGD over the vault's images, of which there are about so many, which is public by now."""
+    def learn(self, vault: Vault, release: Release, images: float, loop: Callable[..., Iterator[int]]) -> None:
+        """Train by DP-SGD over the vault's images, of which there are about so many, which is public by now."""
         expected = images * release.sampling_prob
         velocity = {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
-        for step in track(release.times, "encoder"):
-            sums = vault.gradient(self, _surprise, release=release.name, bound=BOUND, with_labels=True, record=True)
+        for step in loop("encoder", release.times, network=self, velocity=list(velocity.values())):
+            sums = vault.gradient(self, _surprise, release=release.name, bound=BOUND, with_labels=True)
             rate = RATE * (1 + math.cos(math.pi * step / release.times)) / 2
             with torch.no_grad():
                 for name, parameter in self.named_parameters():
-                    velocity[name] = MOMENTUM * velocity[name] + sums[name] / expected
+                    velocity[name].mul_(MOMENTUM).add_(sums[name] / expected)
                     parameter.sub_(rate * velocity[name])
         self.requires_grad_(False)
 

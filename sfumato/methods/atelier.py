@@ -36,13 +36,12 @@ from torch.nn import functional
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
+from sfumato.engine import Performance
 from sfumato.methods.dp_kernel import KernelGenerator
-from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, body, scaled_maps
+from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, scaled_maps, untaught
 from sfumato.nets.augmentation import moved
-from sfumato.nets.classifiers import small_cnn
 from sfumato.nets.generator import parts
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")
@@ -174,34 +173,52 @@ class Atelier(KernelGenerator):
 
     def _teach(self, vault: Vault, public: PublicFacts) -> Teacher:
         """Full-batch gradient descent with momentum, each gradient a noisy sum."""
-        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        labels = self._even_labels(self.lessons)
-        painted = self._painted(labels, generator)
-        teacher = self._new_teacher(public, Taught(painted, labels, len(public.classes), generator))
         times, expected = vault.plan["teacher"].times, float(self.counts_.sum())
         noise = vault.plan["teacher"].noise / (math.sqrt(times) * expected)
-        rows = torch.cat([teacher.look(part) for part in painted.split(self.sample_batch)])
-        components = Components(rows, MANY if noise < QUIET else FEW, self.seed)
+        teacher, components = self._schooled(public, MANY if noise < QUIET else FEW)
         linear = nn.utils.skip_init(nn.Linear, components.axes.shape[1], len(public.classes), bias=False)
         nn.init.zeros_(linear.to(self.torch_device).weight)
         velocity = torch.zeros_like(linear.weight)
         seen = vault.map(lambda images: components(teacher.look(images)))
         rate = self.teacher_rate * (min(1.0, CALM / (noise * times)) if noise > 0 else 1.0)
-        for _ in track(times, "teacher"):
+        for _ in self._checkpoints.loop("teacher", times, linear=linear, velocity=velocity):
             sums = seen.gradient(
                 linear,
                 _surprise,
                 release="teacher",
                 bound=self.teacher_bound,
                 with_labels=True,
-                at_once=AT_ONCE,
-                record=True,
+                performance=Performance(batch_size=AT_ONCE),
             )
-            velocity = MOMENTUM * velocity + sums["weight"] / (self.sampling_prob * expected)
+            velocity.mul_(MOMENTUM).add_(sums["weight"] / (self.sampling_prob * expected))
             with torch.no_grad():
                 linear.weight -= rate * velocity
         teacher.know(components, linear.weight.detach())
         return teacher
+
+    def _schooled(self, public: PublicFacts, most: int) -> tuple[Teacher, Components]:
+        """A teacher who knows painted images, and the principal components of what it sees in them."""
+        known: list[tuple[Teacher, Components]] = []
+
+        def make() -> dict[str, torch.Tensor]:
+            generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+            labels = self._even_labels(self.lessons)
+            painted = self._painted(labels, generator)
+            teacher = self._new_teacher(public, Taught(painted, labels, len(public.classes), generator))
+            rows = torch.cat([teacher.look(part) for part in painted.split(self.sample_batch)])
+            components = Components.of(rows, most, self.seed)
+            known.append((teacher, components))
+            taught = {f"taught.{name}": value for name, value in teacher.taught.state_dict().items()}
+            return {"centre": components.centre, "axes": components.axes, **taught}
+
+        saved = self._checkpoints.once("components", make)
+        if not known:
+            maps = untaught(public.shape, len(public.classes))
+            own = {name: value for name, value in saved.items() if name.startswith("taught.")}
+            maps.load_state_dict({name.removeprefix("taught."): value for name, value in own.items()})
+            components = Components(saved["centre"].to(self.torch_device), saved["axes"].to(self.torch_device))
+            known.append((self._new_teacher(public, maps), components))
+        return known[0]
 
     def _painted(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """What the painter makes, whatever the teacher says."""
@@ -293,9 +310,7 @@ class Atelier(KernelGenerator):
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         if _taught(public):
             canvas = self._canvas(public)
-            with torch.random.fork_rng(devices=[]):
-                maps = Maps(body(small_cnn(canvas.shape, len(public.classes))))
-            self.teacher_ = self._new_teacher(canvas, maps)
+            self.teacher_ = self._new_teacher(canvas, untaught(canvas.shape, len(public.classes)))
             own = {name: value for name, value in state.items() if name.startswith("teacher.")}
             self.teacher_.load_state_dict({name.removeprefix("teacher."): value for name, value in own.items()})
             self.origins_ = state["origins"]
@@ -329,17 +344,23 @@ class Teacher(nn.Module):
         return functional.linear(self.look(images), self.weight, self.bias)
 
 
+@dataclass(frozen=True)
 class Components:
     """Principal components of public rows, scaled: rows get a mean norm of one, and lesser components more weight."""
 
-    def __init__(self, rows: torch.Tensor, most: int, seed: int) -> None:
-        self.centre = rows.mean(0)
+    centre: torch.Tensor
+    axes: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, most: int, seed: int) -> Components:
+        """At most `most` components of these rows."""
+        centre = rows.mean(0)
         count = min(most, *rows.shape)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             torch.manual_seed(seed)
-            _, spread, axes = torch.svd_lowrank(rows - self.centre, count, niter=2)
+            _, spread, axes = torch.svd_lowrank(rows - centre, count, niter=2)
         axes = axes * (spread / spread[0]).clamp_min(LEAST_SPREAD) ** -LEVELLING
-        self.axes = axes / ((rows - self.centre) @ axes).norm(dim=1).mean()
+        return cls(centre, axes / ((rows - centre) @ axes).norm(dim=1).mean())
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = (rows - self.centre) @ self.axes

@@ -17,8 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
-from sfumato.privacy import Budget, Certificate, Ledger, Plan, Release, Vault, calibrate
-from sfumato.privacy.budget import Adjacency
+from sfumato.engine import Performance, calibrate
+from sfumato.methods.checkpoints import Checkpoints, remove_checkpoint
+from sfumato.privacy import Account, Budget, BudgetExceeded, Certificate, Ledger, Plan, Release, Vault
+from sfumato.privacy.budget import Adjacency, Unit
+from sfumato.privacy.vault import MAX_PER_PERSON
 
 FORMAT = "sfumato-model/1"
 SETTLED = frozenset({"epsilon", "delta", "adjacency", "public_size", "secure", "seed", "device"})  # by the user alone
@@ -112,54 +115,88 @@ class Synthesizer(ABC):
 
     def plan(self, public: PublicFacts) -> Plan:
         """The releases to come and their noise; touches no pixel and spends nothing."""
-        plan = calibrate(replace(self, **self._suited(public))._releases(public), self._budget())
-        # A form that takes the raw images has no releases to account for, and promises nothing.
-        return plan if self._protected else replace(plan, bounds={**plan.bounds, "exact": math.inf})
+        plan = calibrate(replace(self, **self._suited(public))._releases(public), self._budget(public.unit))
+        if not self._protected:  # a form that takes the raw images has no releases to account for
+            return Plan((Release("unprotected", noise_multiplier=0.0),), replace(plan.budget, epsilon=math.inf))
+        return plan
 
     def explain_plan(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
         """Lines that say what the planned noise does to what is learned; from public facts alone."""
         return []
 
-    def fit(self, images: ImageSet, *, run_dir: str | Path | None = None, resume: bool = False) -> Self:
-        """Learns from private images; with `run_dir`, leaves ledger, model and certificate there."""
-        public = self.validate().public_facts(images)
-        with self._with(self._suited(public)):
-            return self._fit_through(images, public, None if run_dir is None else Path(run_dir), resume)
+    def fit(
+        self,
+        images: ImageSet,
+        *,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        budget: str | Path | None = None,
+        max_per_person: int = MAX_PER_PERSON,
+        sign: str | Path | None = None,
+        issuer: str | None = None,
+        subject: str | None = None,
+    ) -> Self:
+        """Learn from private images.
 
-    def _fit_through(self, images: ImageSet, public: PublicFacts, folder: Path | None, resume: bool) -> Self:
-        """Through a vault of its own; what it is called with is what the ledger says."""
-        ledger_path = None if folder is None else folder / "ledger.jsonl"
-        releases = self._releases(public)
-        calibrate(releases, self._budget())  # refuses before there is a ledger
+        - run_dir: a folder for ledger, model and certificate, and for checkpoints on the way.
+        - resume: go on with a run that was interrupted there.
+        - budget: file of the data set's budget over many runs (`sfumato budget open`), which this run pays into.
+        - max_per_person: public cap on the images of a person that are used, where images have persons.
+        - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
+        """
+        public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
+        with self._with(self._suited(public)):
+            certificate = self._fit_through(images, public, folder, resume, budget, max_per_person)
+        self.public_, self.certificate_ = public, replace(certificate, issuer=issuer, subject=subject)
+        if folder is not None:
+            self.save(folder, sign=sign)
+            remove_checkpoint(folder)
+        return self
+
+    def _fit_through(
+        self,
+        images: ImageSet,
+        public: PublicFacts,
+        folder: Path | None,
+        resume: bool,
+        budget: str | Path | None,
+        max_per_person: int,
+    ) -> Certificate:
+        """Fit through a vault; what it is called with is what the ledger says."""
+        plan = calibrate(self._releases(public), self._budget(public.unit))  # refuses before there is a ledger
+        account = None if budget is None else Account(budget)
+        if account is not None and not (self._protected and plan.budget.private):
+            raise BudgetExceeded(f"this run promises no privacy: it cannot be charged to {budget}")
         facts = {**asdict(public), **self._facts(public)}
-        if ledger_path is not None and started(ledger_path.parent) and not resume:
-            raise DataError(f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder")
+        if folder is not None and started(folder):
+            if not resume:
+                raise DataError(
+                    f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder"
+                )
+            if (folder / "certificate.json").exists():
+                raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # nothing of an earlier fit may meet this one's certificate
-        with Ledger(ledger_path) as ledger:
+        with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger:
             vault = self.vault_type(
                 images,
-                self._budget(),
-                releases,
+                plan,
                 ledger=ledger,
                 facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(facts)},
-                keep=None if folder is None else folder / "releases",
+                folder=folder,
+                account=account,
                 device=self.torch_device,
                 secure=self.secure,
+                max_per_person=max_per_person,
+                performance=Performance(),
             )
-            for release in vault.plan.releases:
-                if release.times > 1 and vault.remaining(release.name) < release.times:
-                    raise DataError(
-                        f"{folder} is finished, or was interrupted among its {release.times} releases of "
-                        f"{release.name!r}: they are not kept, and their budget is spent. Load its model, or start a "
-                        "new run; both ledgers then charge the same images"
-                    )
-            self._fit(vault, public)
-            self.certificate_ = Certificate.from_ledger(ledger, claimed=self.claimed)
-        self.public_ = public
-        if folder is not None:
-            self.save(folder)
-        return self
+            self._checkpoints = Checkpoints(folder, vault)
+            try:
+                self._fit(vault, public)
+            finally:
+                del self._checkpoints
+                vault.close()
+            return Certificate.from_ledger(ledger, claimed=self.claimed)
 
     def most(self, public: PublicFacts) -> int | None:  # noqa: ARG002
         """The number of images that a fitted model can give; None if there is no limit."""
@@ -205,8 +242,8 @@ class Synthesizer(ABC):
                 found.append(torch.stack(each).logsumexp(0))
         return torch.cat(found)
 
-    def save(self, folder: str | Path) -> Path:
-        """Writes the model (safetensors and JSON) and its certificate."""
+    def save(self, folder: str | Path, *, sign: str | Path | None = None) -> Path:
+        """Write the model (safetensors and JSON) and its certificate, which covers them; `sign`: a private key."""
         target, public = Path(folder), self._fitted()
         content = {
             "format": FORMAT,
@@ -218,6 +255,10 @@ class Synthesizer(ABC):
             save_file({name: value.detach().cpu().contiguous() for name, value in self._state().items()}, partial)
         with replacing(target / "config.json", overwrite=True) as partial:
             partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        names = [name for name in ("model.safetensors", "config.json", "ledger.jsonl") if (target / name).exists()]
+        self.certificate_ = self.certificate_.covering(target, names)
+        if sign is not None:
+            self.certificate_ = self.certificate_.signed(sign)
         self.certificate_.save(target / "certificate.json")
         return target
 
@@ -304,8 +345,8 @@ class Synthesizer(ABC):
         finally:
             self.set_params(**before)
 
-    def _budget(self) -> Budget:
-        return Budget(float(self.epsilon), float(self.delta), self.adjacency)
+    def _budget(self, unit: Unit = "image") -> Budget:
+        return Budget(float(self.epsilon), float(self.delta), self.adjacency, unit)
 
     def _fitted(self) -> PublicFacts:
         if not hasattr(self, "public_"):

@@ -18,22 +18,26 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from scipy.stats import chi2
 
 from sfumato.data import ImageSet
+from sfumato.engine import Performance
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import load
 from sfumato.privacy import Release, Vault
 from sfumato.privacy.budget import ADJACENCIES
+from sfumato.privacy.certificate import rounded_up
 
 FAILURE = 1e-9  # chance that a sound method fails a noise test
 RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
+BATCH = 4  # images: these sets are small
 SLACK = 1e-4  # relative, for the rounding of rows beside other rows; the radius has a margin of its own for that
 
 
@@ -56,10 +60,12 @@ class Answer:
 class Tape:
     """What one run asked and was told; with `replay`, what it is told instead.
 
-    `place` is the index at which the neighbouring sets differ; `present` is False where the record is absent.
+    `place` is the unit (image, or person) in which the neighbouring sets differ; `present` is False where it is absent.
+    `origin` is the place of each record in the first set.
     """
 
     place: int
+    origin: torch.Tensor
     present: bool = True
     replay: list[Answer] | None = None
     answers: list[Answer] = field(default_factory=list)
@@ -78,10 +84,11 @@ class Run:
 def check_synthesizer(make: Callable[..., Synthesizer], images: ImageSet, *, vault: type[Vault] | None = None) -> None:
     """Raises `UnsoundError` if the method that `make(**params)` builds is unsound or breaks the interface.
 
-    `images` should be small and labelled; its last image must be the only one of its class.
+    `images` should be small and labelled; its last image must be the only one of its class. Where images have persons,
+    numbered from 0, all images of one come and go together.
     """
     base = vault or make().vault_type
-    last = len(images) - 1
+    last = len(images) - 1 if images.persons is None else int(images.persons.max())
     for place in (0, last // 2, last):
         for adjacency in ADJACENCIES:
             _check_neighbours(make, images, place, adjacency, base)
@@ -89,28 +96,36 @@ def check_synthesizer(make: Callable[..., Synthesizer], images: ImageSet, *, vau
     _check_interface(make, images)
 
 
-def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[ImageSet]:
-    """`images` with the record at `place` gone, or replaced: by another one with its label, by an extreme one."""
+def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
+    """`images` with a unit gone, or replaced: by another one's image with its label, by an extreme one.
+
+    With each set the places that its records have in the first set.
+    """
     assert images.labels is not None
+    units = torch.arange(len(images)) if images.persons is None else images.persons
+    others = (units != place).nonzero()[:, 0]
     if adjacency == "add-remove":
-        return [images.subset(torch.arange(len(images)) != place)]
+        return [(images.subset(others), others)]
     checkers = (torch.arange(math.prod(images.shape)) % 2 * 255).byte().reshape(images.shape)
-    other = (place + len(images) // 2) % len(images)
+    own, other = int((units == place).nonzero()[0]), int(others[len(others) // 2])
     replaced = []
-    for image, label in ((images.images[other], images.labels[other]), (checkers, images.labels[place])):
-        pixels, labels = images.images.clone(), images.labels.clone()
-        pixels[place], labels[place] = image, label
-        replaced.append(ImageSet(pixels, labels, images.classes))
+    for image, label in ((images.images[other], images.labels[other]), (checkers, images.labels[own])):
+        origin = torch.cat([others[others < own], torch.tensor([own]), others[others > own]])  # one image in its place
+        pixels, labels = images.images[origin], images.labels[origin]
+        at = origin == own
+        pixels[at], labels[at] = image, label
+        persons = None if images.persons is None else images.persons[origin]
+        replaced.append((ImageSet(pixels, labels, images.classes, persons=persons), origin))
     return replaced
 
 
 def _check_neighbours(
     make: Callable[..., Synthesizer], images: ImageSet, place: int, adjacency: str, base: type[Vault]
 ) -> None:
-    recorded = Tape(place)
+    recorded = Tape(place, torch.arange(len(images)))
     one = _fit(make(adjacency=adjacency), images, recorded, base)
-    for neighbour in _neighbours(images, place, adjacency):
-        replayed = Tape(place, present=len(neighbour) == len(images), replay=recorded.answers)
+    for neighbour, origin in _neighbours(images, place, adjacency):
+        replayed = Tape(place, origin, present=adjacency == "replace-one", replay=recorded.answers)
         other = _fit(make(adjacency=adjacency), neighbour, replayed, base)
         _check_answers(recorded.answers, replayed.answers, one.model)
         _check_same(one, other)
@@ -199,7 +214,7 @@ def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[
     """Each release's noise against what is charged, and that no two runs share it, whatever the seed."""
     draws: dict[str, list[torch.Tensor]] = defaultdict(list)
     for _ in range(RUNS):
-        tape = Tape(0)
+        tape = Tape(0, torch.arange(len(images)))
         _fit(make(seed=7), images, tape, base)
         for answer in tape.answers:
             noise = (answer.noised.double() - answer.exact.double()) / (answer.release.noise * answer.radius)
@@ -233,7 +248,7 @@ def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None
         certificate = model.certificate_
         if certificate.epsilon is None or certificate.epsilon > model.epsilon:
             raise UnsoundError(f"the certificate says epsilon {certificate.epsilon}, the budget is {model.epsilon}")
-        if planned.epsilon < certificate.epsilon:
+        if rounded_up(planned.epsilon) < certificate.epsilon:
             raise UnsoundError("more was released than planned")
         again = load(folder, device=model.device)
     sample = model.sample(30, seed=3)
@@ -247,7 +262,8 @@ def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None
 
 def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[Vault]) -> Run:
     model.vault_type = _recorder(tape, base)  # type: ignore[misc]
-    with tempfile.TemporaryDirectory() as name, io.StringIO() as text:
+    same_time = mock.patch("sfumato.privacy.certificate._now", return_value="2000-01-01T00:00:00+00:00")
+    with tempfile.TemporaryDirectory() as name, io.StringIO() as text, same_time:
         with redirect_stdout(text), redirect_stderr(text):
             model.fit(images, run_dir=Path(name) / "run")
         files = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
@@ -261,20 +277,19 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
 
     class Recorder(base):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "batch_size": 1})  # so that a count of batches shows
-
-        def map(self, transform: Any) -> Vault:
-            mapped = super().map(transform)
-            mapped._batch_size = 1
-            return mapped  # type: ignore[no-any-return]
+            super().__init__(*args, **{**options, "performance": Performance(batch_size=BATCH)})
 
         def gradient(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
-            return super().gradient(*args, **{**options, "at_once": 1})  # type: ignore[no-any-return]
+            small = replace(options.get("performance") or Performance(), batch_size=BATCH)
+            return super().gradient(*args, **{**options, "performance": small})  # type: ignore[no-any-return]
+
+        def _new_run(self) -> str:
+            return "check"
 
         def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
-            """The same records in both runs, and the one that differs in every sample: the worst case."""
+            """The same units in both runs, and the one that differs in every sample: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))
-            chance = torch.rand(self._size + (not tape.present), generator=generator)
+            chance = torch.rand(self._units + (not tape.present), generator=generator)
             chance[tape.place] = 0
             if not tape.present:
                 chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
@@ -282,14 +297,15 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
             most = release.sampling_prob if shares is None else max(shares)
             if most > release.sampling_prob:
                 raise UnsoundError(f"release {release.name!r}: a class is drawn with {most}, more than is charged")
-            return (chance < most).nonzero()[:, 0]
+            drawn: torch.Tensor = self._chosen[(chance < most)[self._unit_of[self._chosen]]]
+            return drawn
 
         def _normals(self, index: torch.Tensor, count: int) -> torch.Tensor:
             """A record's own numbers are the same in both runs: what is compared is given them."""
-            own = index + (index >= tape.place) * (not tape.present)
-            seeds = [int(record) + 2**20 * len(tape.answers) for record in own]
+            own = torch.cat([tape.origin, torch.tensor([2**20])])[index.flatten()]  # the last: of no record
+            seeds = [int(record) + 2**21 * len(tape.answers) for record in own]
             drawn = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-            return torch.stack([torch.zeros(count), *drawn])[1:].to(self.device)
+            return torch.stack(drawn).to(self.device)
 
         def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
             asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1

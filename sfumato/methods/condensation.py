@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -126,19 +126,36 @@ class Views:
     def __init__(self, public: PublicFacts, generator: torch.Generator, *, width: int = WIDTH, flip: bool | None):
         self._public, self._generator, self._width, self._flip = public, generator, width, flip
         self._ready: list[View] = []
+        self._begun, self._taken = generator.get_state(), torch.zeros((), dtype=torch.int64)  # of the block
+
+    def state_parts(self) -> dict[str, Any]:
+        """What `next` changes, for checkpoints."""
+        return {"generator": self._generator, "begun": self._begun, "taken": self._taken}
 
     def next(self) -> View:
-        if not self._ready:
-            classes = len(self._public.classes)
-            networks = draw_networks(BLOCK, self._public.shape, self._generator, self._width)
-            drawn = None
-            if self._flip is not None:
-                size = self._public.shape[1:]
-                drawn = draw_augmentation(BLOCK * classes, size, self._generator, flip=self._flip)
-            for number in reversed(range(BLOCK)):
-                part = None if drawn is None else drawn[slice(number * classes, (number + 1) * classes)]
-                self._ready.append(View([weights[number] for weights in networks], part))
+        if not self._ready and 0 < int(self._taken) < BLOCK:  # restored: draw the block again, and skip what was taken
+            here = self._generator.get_state()
+            self._generator.set_state(self._begun)
+            self._draw()
+            self._generator.set_state(here)
+            del self._ready[BLOCK - int(self._taken) :]
+        elif not self._ready:
+            self._begun.copy_(self._generator.get_state())
+            self._taken.zero_()
+            self._draw()
+        self._taken += 1
         return self._ready.pop()
+
+    def _draw(self) -> None:
+        """Draw networks and augmentations of a block of iterations."""
+        classes = len(self._public.classes)
+        networks = draw_networks(BLOCK, self._public.shape, self._generator, self._width)
+        drawn = None
+        if self._flip is not None:
+            drawn = draw_augmentation(BLOCK * classes, self._public.shape[1:], self._generator, flip=self._flip)
+        for number in reversed(range(BLOCK)):
+            part = None if drawn is None else drawn[slice(number * classes, (number + 1) * classes)]
+            self._ready.append(View([weights[number] for weights in networks], part))
 
 
 @dataclass(frozen=True)
@@ -199,8 +216,12 @@ class Matcher:
         self._correlations = [_correlation(size, smoothness * size, device) for size in public.shape[1:]]
         self._smooth = smoothness > 0
         self._velocity = torch.zeros_like(start)
-        self._mean, self._count, self._done = torch.zeros_like(start), 0, 0
+        self._mean, self._done = torch.zeros_like(start), torch.zeros((), dtype=torch.int64)
         self._look, self._pull = Graph(self._means), Graph(self._move)
+
+    def state_parts(self) -> dict[str, Any]:
+        """What an iteration changes, for checkpoints."""
+        return {"images": self.images, "velocity": self._velocity, "mean": self._mean, "done": self._done}
 
     def means(self, view: View) -> torch.Tensor:
         """Mean embeddings of the images as they are, [classes, features]."""
@@ -212,12 +233,16 @@ class Matcher:
         """One iteration that moves mean embeddings along `difference`, [classes, features]."""
         rate = self._rate
         if self._decay:
-            rate *= (1 + math.cos(math.pi * self._done / self._iterations)) / 2
+            rate *= (1 + math.cos(math.pi * int(self._done) / self._iterations)) / 2
         self._pull(view, difference.float(), torch.full((), rate, device=difference.device))
         self._done += 1
-        if self._done > self._averaged_from:
-            self._count += 1
+        if self._count > 0:
             self._mean += (self.images - self._mean) / self._count
+
+    @property
+    def _count(self) -> int:
+        """How many iterations are averaged so far."""
+        return max(0, int(self._done) - self._averaged_from)
 
     def result(self) -> torch.Tensor:
         return self._mean if self._count else self.images

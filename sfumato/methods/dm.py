@@ -20,7 +20,6 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.methods.condensation import Condenser, Matcher, View, Views
 from sfumato.nets.random_convnet import WIDTH
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 CHUNK, DEVICE_CHUNK = 500, 4000  # images in a forward, on a CPU and on an accelerator
 
@@ -86,7 +85,7 @@ class DistributionMatching(Condenser):
             start=start,
         )
         batches = class_batches(images, labels.to(device), public, self.batch_size, generator)
-        for _ in track(self.iterations, "matching"):
+        for _ in self._checkpoints.loop("matching", self.iterations, views=views, matcher=matcher):
             view = views.next()
             targets = mean_embeddings(view, *next(batches), len(public.classes))
             matcher.pull(view, targets - matcher.means(view))

@@ -34,12 +34,12 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import Perceptual, load_perceptual
 from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders.autoencoder import REACH, load_autoencoder, maps_shape
+from sfumato.engine import calibrate
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, Latent, Training, warm_cosine
-from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, scaled_maps
+from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, scaled_maps, untaught
 from sfumato.nets.graph import Graph
-from sfumato.privacy import Release, Vault, calibrate
-from sfumato.progress import track
+from sfumato.privacy import Release, Vault
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LARGEST_SIDE = 64  # of what is painted: larger images go through an autoencoder
@@ -223,16 +223,48 @@ class KernelGenerator(GeneratorMethod):
         encoder = self._perceptual() if self.encoder else None
         if encoder is not None:
             self._confirm(vault, encoder.facts)
-        for step in track(self.steps, "generator"):
-            stage, place = divmod(step * stages, self.steps)
-            if stage == len(training.paths):
-                features = self._frequencies(training, stage, encoder)
-                sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
-                if training.share:
-                    sums = reconciled(sums, vault.sum(features, release="common", bound=1.0), training.share)
-                training.add(features, sums / expected, self._smoothing(vault.plan["sums"].noise / expected))
-            training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place // stages, self.steps // stages))
-            training.follow(self.features_per_step)
+        noise = self._smoothing(vault.plan["sums"].noise / expected)
+        starts = [-(-stage * self.steps // stages) for stage in range(stages + 1)]
+        for stage in range(stages):
+            training.add(*self._path(vault, training, stage, encoder, expected), noise)
+            steps = starts[stage + 1] - starts[stage]
+            for step in self._checkpoints.loop(f"generator {stage + 1}/{stages}", steps, training=training):
+                place = ((starts[stage] + step) * stages - stage * self.steps) // stages
+                training.set_rate(CALMER**stage * self.learning_rate * warm_cosine(place, self.steps // stages))
+                training.follow(self.features_per_step)
+
+    def _path(
+        self, vault: Vault, training: Following, stage: int, encoder: Perceptual | None, expected: torch.Tensor
+    ) -> tuple[Frequencies, torch.Tensor]:
+        """Release a path: its features, and noisy class means in them; or read it from a checkpoint."""
+        drawn: list[Frequencies] = []
+
+        def make() -> dict[str, torch.Tensor]:
+            network = training.taught(self.lessons) if self._looks_at_taught(training, stage) else None
+            features = self._frequencies(training, network, encoder)
+            drawn.append(features)
+            sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
+            if training.share:
+                sums = reconciled(sums, vault.sum(features, release="common", bound=1.0), training.share)
+            held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
+            held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
+            return {"means": sums / expected, "random": training.generator.get_state(), **held}
+
+        saved = self._checkpoints.once(f"path {stage}", make)
+        if not drawn:
+            network = None
+            if self._looks_at_taught(training, stage):
+                network = untaught(training.shape, training.classes).to(self.torch_device)
+                own = {name: part for name, part in saved.items() if name.startswith("network.")}
+                network.load_state_dict({name.removeprefix("network."): part for name, part in own.items()})
+            like = self._frequencies(training, network, encoder)
+            count = len(like.tensors())
+            drawn = [like.like([saved[f"frequencies.{number}"].to(self.torch_device) for number in range(count)])]
+            training.generator.set_state(saved["random"])
+        return drawn[0], saved["means"].to(self.torch_device)
+
+    def _looks_at_taught(self, training: Following, stage: int) -> bool:
+        return stage > 0 and training.classes > 1
 
     def _smoothing(self, noise: torch.Tensor) -> torch.Tensor:
         """What roughness costs, class by class: in proportion to the square of the noise in a mean, counted to 1."""
@@ -242,11 +274,11 @@ class KernelGenerator(GeneratorMethod):
     def _stages(self) -> int:
         return min(self.paths, self.steps)
 
-    def _frequencies(self, training: Following, number: int, encoder: Perceptual | None) -> Frequencies:
+    def _frequencies(self, training: Following, taught: Maps | None, encoder: Perceptual | None) -> Frequencies:
         """Of a path: the first looks at pixels and scattering coefficients, others at what a network was taught."""
         vectors, like = training.vectors, torch.zeros(1, *training.shape, device=self.torch_device)
-        if number > 0 and training.classes > 1:
-            parts = [self._seen(training.taught(self.lessons), like)]
+        if taught is not None:
+            parts = [self._seen(taught, like)]
         else:
             share = 0.0 if self.autoencoder else self.scattering_share
             scattering = Windowed(vectors.maps, self.scattering, self.window)
@@ -275,11 +307,12 @@ class KernelGenerator(GeneratorMethod):
         """At each step the function's derivatives at some generated images, exact in their joint law."""
         kernel, classes = Gaussian(self.scattering), len(self.counts_)
         vault, expected = vault.map(training.vectors), self.sampling_prob * self.counts_
-        for step in track(self.steps, "generator"):
+        for step in self._checkpoints.loop("generator", self.steps, training=training):
             made = training.vectors(training.images(training.latent()))
             near = training.by_class(made)[:, :NEAR]
             points = [Points(kernel, some) for some in near.detach()]
-            released = vault.sum(_rows_by_class(points), release="sums", bound=1.0, by_class=True, with_labels=True)
+            rows = _rows_by_class(points)  # traced at each step: the points' span, and so its shape, may change
+            released = vault.sum(rows, release="sums", bound=1.0, by_class=True, with_labels=True)
             climb = torch.stack([points[c].coloured(released[c])[1] / expected[c] for c in range(classes)])
             towards = (climb.to(near.dtype) * near).sum() / NEAR
             self._descend(training, _crowding(kernel, training.by_class(made)) - towards, step)
@@ -292,7 +325,7 @@ class KernelGenerator(GeneratorMethod):
         points = Points(kernel, inducing, derivatives=False)
         released = vault.map(training.vectors).sum(points.rows, release="sums", bound=1.0, by_class=True)
         weights = torch.stack([points.interpolation(row) for row in released]).float() / self.counts_[:, None]
-        for step in track(self.steps, "generator"):
+        for step in self._checkpoints.loop("generator", self.steps, training=training):
             made = training.by_class(training.vectors(training.images(training.latent())))
             values = (kernel(made.flatten(0, 1), inducing).unflatten(0, made.shape[:2]) * weights[:, None]).sum(2)
             self._descend(training, _crowding(kernel, made) - values.mean(1).sum(), step)
@@ -328,7 +361,7 @@ class KernelGenerator(GeneratorMethod):
         if self._budget().private:
             noise = calibrate([Release("claimed", self.steps, q)], self._budget()).releases[0].noise
         device, generator = self.torch_device, training.generator
-        for step in track(self.steps, "generator"):
+        for step in self._checkpoints.loop("generator", self.steps, training=training):
             chosen = (torch.rand(len(images), generator=generator, device=device) < q).nonzero()[:, 0]
             if len(chosen) < 2:
                 continue

@@ -37,6 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.engine import Performance
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.autoencoder import Decoder, Encoder
@@ -45,7 +46,6 @@ from sfumato.nets.graph import Alone, Graph
 from sfumato.nets.pictures import random_pictures
 from sfumato.nets.stacked import one, stacked, together
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 LESSON_BATCH, LESSON_RATE = 128, 2e-3
 LESSON_EMA = 0.998  # average of the weights over lessons
@@ -162,8 +162,9 @@ class LatentFlow(WarmStart):
         optimizer = torch.optim.Adam(
             [{"params": some, "rate": rates[prefix]} for prefix, some in groups.items()], betas=(0.9, 0.99), fused=True
         )
-        at_once = self._at_once(network, expected)
-        for step in track(self.steps, "training"):
+        performance = Performance(batch_size=self._at_once(network, expected))
+        state: dict[str, Any] = {"network": network, "average": average, "optimizer": optimizer}
+        for step in self._checkpoints.loop("training", self.steps, **state):
             sums = vault.gradient(
                 network,
                 self._loss,
@@ -173,8 +174,7 @@ class LatentFlow(WarmStart):
                 with_labels=not partitioned,
                 views=self.views,
                 draws=network.size,
-                at_once=at_once,
-                record=True,
+                performance=performance,
             )
             for name, value in parameters.items():
                 value.grad = sums[name] / (expected.view(-1, *[1] * (value.ndim - 1)) * bounds[_part(name)])
@@ -259,7 +259,8 @@ class LatentFlow(WarmStart):
             optimizer.step()
 
         once = Graph(step)
-        for number in track(steps, "lessons"):
+        state: dict[str, Any] = {"network": network, "average": average, "optimizer": optimizer}
+        for number in self._checkpoints.loop("lessons", steps, **state, generator=generator):
             images, labels = batch()
             normals = torch.randn(*labels.shape, network.size, generator=generator, device=device)
             falling.fill_(rate * warm_cosine(number, steps))

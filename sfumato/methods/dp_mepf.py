@@ -38,7 +38,6 @@ from sfumato.methods.generating import GeneratorMethod, Training, warm_cosine
 from sfumato.nets.graph import Graph
 from sfumato.nets.moments import class_means, moment
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
 STOPPING = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop
@@ -140,11 +139,11 @@ class PerceptualEmbedding(GeneratorMethod):
         self.counts_ = counts.float().clamp_min(1)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
         if isinstance(embedding.network, PrivateEncoder):
-            embedding.network.learn(vault, vault.plan["encoder"], float(total))
+            embedding.network.learn(vault, vault.plan["encoder"], float(total), self._checkpoints.loop)
         rows = partial(embedding.rows, powers=self._powers, stopping=self.stopping)
         sums = vault.sum(rows, release="moments", bound=self._bound, by_class=True) / total
         means = [sums[:, embedding.dimension * place :][:, : embedding.dimension] for place in range(self.moments)]
-        nearest = None
+        nearest: Nearest | None = None
         if self.stopping:
             last = sums[:, embedding.dimension * self.moments :] * STOPPING
             nearest = Nearest(partial(embedding.pooled, powers=self._powers), last, shares)
@@ -169,7 +168,10 @@ class PerceptualEmbedding(GeneratorMethod):
         training = Training(self, public, generator, each=each, ema=self.ema)
         descend = Graph(lambda latent: training.descend(loss(training.images(latent))))
         due = {self.steps * number // self.snapshots for number in range(1, self.snapshots + 1)}
-        for step in track(self.steps, "generator"):
+        parts: dict[str, Any] = {"training": training, "matching": matching}
+        if nearest:
+            parts["nearest"] = nearest.begin(training)
+        for step in self._checkpoints.loop("generator", self.steps, **parts):
             training.set_rate(self.learning_rate * warm_cosine(step, self.steps))
             descend(training.latent())
             if nearest and step + 1 in due:
@@ -255,6 +257,10 @@ class Matching:
         on_gpu = shares.device.type == "cuda"
         self._adam = torch.optim.Adam(self._follow, rate, betas=(0.5, 0.999), capturable=on_gpu) if rate else None
 
+    def state_parts(self) -> dict[str, Any]:
+        """What a step changes, for checkpoints."""
+        return {} if self._adam is None else {"follow": self._follow, "adam": self._adam}
+
     def __call__(self, made: list[torch.Tensor], count: int) -> torch.Tensor:
         """`made`: means for each moment, [classes, features], over `count` images of each class."""
         means = [self._shares * mean for mean in made]
@@ -276,14 +282,25 @@ class Nearest:
         self._pooled, self._wanted, self._shares = pooled, wanted, shares
         self.distances: dict[int, float] = {}  # by step
         self._best: dict[str, torch.Tensor] = {}
+        self._least = torch.full((), math.inf)
+
+    def begin(self, training: Training) -> Nearest:
+        """Make room for a snapshot, so that a checkpoint can be read into it."""
+        self._best = {name: value.clone() for name, value in training.average.state_dict().items()}
+        return self
+
+    def state_parts(self) -> dict[str, Any]:
+        """What `look` changes, for checkpoints."""
+        return {"least": self._least, "best": list(self._best.values())}
 
     def look(self, training: Training, step: int) -> None:
         """Measures the average of the weights as it is now."""
         network = training.averaged()
         rows = torch.cat([self._by_class(training.average_images()) for _ in range(SNAPSHOT_BATCHES)], 1)
         found = float(distance(self._shares * rows.mean(1), self._wanted, rows.shape[1]).nan_to_num(nan=math.inf))
-        if not self._best or found < min(self.distances.values()):
+        if found <= float(self._least):
             self._best = {name: value.clone() for name, value in network.state_dict().items()}
+            self._least.fill_(found)
         self.distances[step] = found
 
     def chosen(self, training: Training) -> nn.Module:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +28,6 @@ from sfumato.functional import Windowed
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
 from sfumato.nets.generator import refresh_batch_norm
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of the sums: they need less accuracy, and cost 3 % of it
 CORRELATION_LENGTH = 0.25  # of the public image model, in image sides
@@ -98,7 +97,6 @@ class MeanEmbedding(GeneratorMethod):
         parameters: list[torch.Tensor] = list(network.parameters())
         average = [parameter.detach().clone() for parameter in parameters]
         optimizer = torch.optim.Adam(parameters, self.learning_rate, betas=(0.5, 0.99), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, self.steps))
         chosen = max(1, min(classes, self.batch_size // LEAST_PER_CLASS))
         each = max(2, self.batch_size // chosen)
 
@@ -107,7 +105,9 @@ class MeanEmbedding(GeneratorMethod):
             latent = torch.randn(chosen * each, self.latent, generator=generator, device=device)
             return some, network(latent, some.repeat_interleave(each))
 
-        for _ in track(self.steps, "generator"):
+        parts: dict[str, Any] = {"network": network, "average": average, "optimizer": optimizer, "generator": generator}
+        for step in self._checkpoints.loop("generator", self.steps, **parts):
+            optimizer.param_groups[0]["lr"] = self.learning_rate * warm_cosine(step, self.steps)
             some, images = draw()
             part = torch.randint(self.features, (self.features_per_step,), generator=generator, device=device)
             wanted = means[some][:, torch.cat([part, part + self.features])]
@@ -116,7 +116,6 @@ class MeanEmbedding(GeneratorMethod):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            schedule.step()
             with torch.no_grad():
                 torch._foreach_lerp_(average, parameters, 1 - self.ema)
 

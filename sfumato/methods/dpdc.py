@@ -29,7 +29,6 @@ from sfumato.data import PublicFacts
 from sfumato.methods.condensation import Matcher, PrivateCondenser, View, Views
 from sfumato.nets.random_convnet import WIDTH
 from sfumato.privacy import Vault
-from sfumato.progress import track
 
 GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
 
@@ -53,13 +52,10 @@ class LinearCondenser(PrivateCondenser):
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         expected, shares = self._expected(vault, public), self._shares(public)
         bound = math.sqrt(math.prod(public.shape))  # of pixels in [-1, 1]
-        sums = [
-            vault.sum(
-                lambda images: images.flatten(1), release="sums", bound=bound, by_class=True, sampling_prob=shares
-            )
-            for _ in track(self.images_per_class, "averages")
-        ]
-        images = torch.stack([each / expected for each in sums], 1).view(-1, *public.shape)
+        sums = torch.zeros(self.images_per_class, len(public.classes), math.prod(public.shape), device=expected.device)
+        for number in self._checkpoints.loop("averages", self.images_per_class, sums=sums):
+            sums[number] = vault.sum(_pixels, release="sums", bound=bound, by_class=True, sampling_prob=shares)
+        images = (sums / expected).transpose(0, 1).reshape(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
 
@@ -119,20 +115,33 @@ class NonlinearCondenser(PrivateCondenser):
             average=self.average,
             start=self.start,
         )
-        for _ in track(self.iterations, "matching"):
+        rows = None
+        for _ in self._checkpoints.loop("matching", self.iterations, views=views, matcher=matcher):
             view = views.next()
+            rows = rows or self._rows(view)
             means = matcher.means(view)
             sums = vault.sum(
-                self._residual(view, means) if self.residual else view,
+                rows,
                 release="sums",
                 bound=self.bound,
                 by_class=True,
                 with_labels=True,
+                constants=[means, *view.tensors()],
                 sampling_prob=shares,
             )
             found = sums / (expected * self.bound)
             matcher.pull(view, found if self.residual else found - means)
         self._keep(matcher.result(), matcher.labels)
 
-    def _residual(self, view: View, means: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        return lambda images, labels: functional.normalize(view(images, labels)) - means[labels]
+    def _rows(self, kind: View) -> Callable[..., torch.Tensor]:
+        """The rows that are released, as a function of images, labels, synthetic means and a view's tensors."""
+
+        def rows(images: torch.Tensor, labels: torch.Tensor, means: torch.Tensor, *view: torch.Tensor) -> torch.Tensor:
+            seen = kind.like(view)(images, labels)
+            return functional.normalize(seen) - means[labels] if self.residual else seen
+
+        return rows
+
+
+def _pixels(images: torch.Tensor) -> torch.Tensor:
+    return images.flatten(1)

@@ -22,7 +22,6 @@ from torch.nn import functional
 from sfumato.data import PublicFacts
 from sfumato.methods.condensation import PrivateCondenser
 from sfumato.privacy import Vault
-from sfumato.progress import track
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,12 +61,10 @@ class Mixer(PrivateCondenser):
                 parts.append(self.label_weight * functional.one_hot(labels, classes))
             return torch.cat(parts, 1) / scale
 
-        sums = torch.stack(
-            [
-                vault.sum(row, release="sums", bound=1.0, with_labels=True) * scale
-                for _ in track(self._times(public), "mixtures")
-            ]
-        )
+        width = pixels + (classes if labelled else 0)
+        sums = torch.zeros(self._times(public), width, device=self.torch_device)
+        for number in self._checkpoints.loop("mixtures", len(sums), sums=sums):
+            sums[number] = vault.sum(row, release="sums", bound=1.0, with_labels=True) * scale
         images = sums[:, :pixels] * (math.sqrt(pixels) / expected.sum())
         labels = torch.zeros(len(sums), dtype=torch.int64, device=sums.device)
         if labelled:

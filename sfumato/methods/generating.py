@@ -125,6 +125,15 @@ class Training:
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), self._parameters, 1 - self._ema)
 
+    def state_parts(self) -> dict[str, Any]:
+        """What a step changes, for checkpoints."""
+        return {
+            "network": self.network,
+            "average": self.average,
+            "optimizer": self._optimizer,
+            "generator": self.generator,
+        }
+
     def averaged(self) -> nn.Module:
         """The average of the weights, with its batch norms' statistics taken afresh."""
         refresh_batch_norm(self.average, self.average_images)

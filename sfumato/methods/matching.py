@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from sfumato.methods.generating import warm_cosine
 from sfumato.methods.hamiltonian import Target
 from sfumato.nets.graph import Alone, Graph
 from sfumato.nets.score import Score, denoising_loss, sliced_loss
-from sfumato.progress import track
 
 if TYPE_CHECKING:
     from sfumato.methods.pge import GradientEstimation
@@ -98,8 +97,17 @@ class Training:
     def __init__(self, network: Score, method: GradientEstimation) -> None:
         self.network, self.average = network, copy.deepcopy(network).requires_grad_(False)
         self.parameters = dict(network.named_parameters())
-        self._ema, self._taken = method.ema, 0
+        self._ema, self._taken = method.ema, torch.zeros((), dtype=torch.int64)
         self._optimizer = torch.optim.Adam(list(self.parameters.values()), fused=True)
+
+    def state_parts(self) -> dict[str, Any]:
+        """What a step changes, for checkpoints."""
+        return {
+            "network": self.network,
+            "average": self.average,
+            "optimizer": self._optimizer,
+            "taken": self._taken,
+        }
 
     def step(self, gradients: dict[str, torch.Tensor], rate: float) -> None:
         for name, parameter in self.parameters.items():
@@ -107,7 +115,7 @@ class Training:
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
         self._taken += 1
-        keep = min(self._ema, (1 + self._taken) / (10 + self._taken))
+        keep = min(self._ema, (1 + int(self._taken)) / (10 + int(self._taken)))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.parameters.values()), 1 - keep)
 
@@ -120,16 +128,17 @@ class Training:
         batch: int,
         rate: float,
         generator: torch.Generator,
+        loop: Callable[..., Iterator[int]],
     ) -> None:
         """Ordinary training on public rows; the optimizer begins afresh afterwards."""
         device = generator.device
         slope = Slope(views.loss, self.network, fast=self.network.kind == "score")
-        for step in track(steps, "warm start"):
+        for step in loop("warm start", steps, training=self, generator=generator):
             chosen = torch.randint(len(rows), (batch,), generator=generator, device=device)
             normals = torch.randn(batch, views.draws, generator=generator, device=device)
             self.step(slope(rows[chosen], labels[chosen], normals), rate * warm_cosine(step, steps))
         self._optimizer = torch.optim.Adam(list(self.parameters.values()), fused=True)
-        self._taken = 0
+        self._taken.zero_()
         with torch.no_grad():
             for parameter, mean in zip(self.network.parameters(), self.average.parameters(), strict=True):
                 parameter.copy_(mean)

@@ -27,6 +27,7 @@ from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
 from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
 from sfumato.encoders.codebook import Code
+from sfumato.engine import Performance
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
 from sfumato.methods.matching import Landscape, Slope, Training, Views
@@ -34,7 +35,6 @@ from sfumato.methods.warming import WarmStart
 from sfumato.nets.score import KINDS, Score
 from sfumato.nets.unet import middle_size
 from sfumato.privacy import Release, Vault
-from sfumato.progress import track
 
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
@@ -192,7 +192,8 @@ class GradientEstimation(WarmStart):
         on_gpu = self.torch_device.type == "cuda"
         fast = on_gpu and self.network == "score" and self.objective == "denoising"
         at_once = self.at_once or (equal_batches(expected, max(8, AT_ONCE // self.views)) if on_gpu else None)
-        for step in track(self.steps, "network"):
+        performance = Performance(batch_size=at_once, precision=torch.bfloat16 if fast else torch.float32)
+        for step in self._checkpoints.loop("network", self.steps, training=training):
             sums = vault.gradient(
                 training.network,
                 views.loss,
@@ -201,9 +202,7 @@ class GradientEstimation(WarmStart):
                 with_labels=True,
                 views=self.views,
                 draws=views.draws,
-                precision=torch.bfloat16 if fast else torch.float32,
-                at_once=at_once,
-                record=True,
+                performance=performance,
             )
             rate = self.learning_rate * warm_cosine(step, self.steps)
             training.step({name: total / expected for name, total in sums.items()}, rate)
@@ -213,7 +212,8 @@ class GradientEstimation(WarmStart):
         images = painted.images.float() / 127.5 - 1
         labels = torch.zeros(len(images), dtype=torch.int64) if painted.labels is None else painted.labels
         rows = torch.cat([views.rows(part.to(self.torch_device)) for part in images.split(500)])
-        training.learn(rows, labels.to(rows.device), views, self.warm_steps, self.warm_batch, self.warm_rate, generator)
+        sizes = (self.warm_steps, self.warm_batch, self.warm_rate)
+        training.learn(rows, labels.to(rows.device), views, *sizes, generator, self._checkpoints.loop)
 
     def _train_as_published(self, vault: Vault, views: Views, training: Training, generator: torch.Generator) -> None:
         """Algorithm 1, for comparison, at several noise levels: the exact images in both terms of Eq. 8."""
@@ -221,7 +221,7 @@ class GradientEstimation(WarmStart):
         labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         device, size = self.torch_device, min(PUBLISHED_BATCH, len(images))
         slope = Slope(views.published_loss, training.network)
-        for step in track(self.steps, "network"):
+        for step in self._checkpoints.loop("network", self.steps, training=training, generator=generator):
             chosen = torch.randint(len(images), (size,), generator=generator, device=device)
             batch = images[chosen.to(images.device)].to(device).float() / 127.5 - 1
             kinds = labels[chosen.to(labels.device)].to(device)

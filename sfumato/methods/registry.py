@@ -19,6 +19,7 @@ from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 from sfumato.methods.pge import GradientEstimation
+from sfumato.privacy.certificate import Certificate, file_digest
 
 _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,
@@ -84,6 +85,10 @@ def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
             raise DataError(f"{source}: format {content['format']!r} is not {FORMAT!r}")
         facts = content["public"]
         public = PublicFacts(**{**facts, "shape": tuple(facts["shape"]), "classes": tuple(facts["classes"])})
+        covered = Certificate.load(source / "certificate.json").outputs
+        for name in ("model.safetensors", "config.json"):
+            if covered.get(name) != file_digest(source / name):
+                raise DataError(f"{source / name} is not the file that the run's certificate covers; nothing was drawn")
         model = create(content["method"]).from_json({**content["parameters"], "device": device})
         return model._load(source, public)
     except FileNotFoundError as error:

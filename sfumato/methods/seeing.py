@@ -74,6 +74,12 @@ class Taught(Maps):
         super().__init__(body(network).eval().requires_grad_(False))
 
 
+def untaught(shape: tuple[int, int, int], classes: int) -> Maps:
+    """A network of the kind of `Taught`, whose weights are still to be loaded."""
+    with torch.random.fork_rng(devices=[]):
+        return Maps(body(small_cnn(shape, classes)).eval().requires_grad_(False))
+
+
 def body(network: nn.Module) -> nn.Sequential:
     """The layers of a CNN that give maps."""
     layers = list(network.children())

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from sfumato.data import ImageSet, PublicFacts
+from sfumato.engine import calibrate
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.generating import GeneratorMethod
-from sfumato.privacy import Release, Vault, calibrate
+from sfumato.privacy import Release, Vault
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all gradients together
 WARM = ("none", "dp-merf", "dp-mepf", "dp-kernel")
@@ -80,6 +81,7 @@ class WarmStart(Synthesizer):
         if (first := self._first()) is None:
             counts = torch.tensor(public.sizes, device=self.torch_device) if public.sizes else vault.counts()
             return counts.float().clamp_min(1), None
+        first._checkpoints = self._checkpoints
         first._fit(vault, public)
         first.public_ = public
         classes = len(public.classes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 EPS = 1e-5
@@ -40,7 +41,9 @@ class NormReluPool(nn.Module):
 def norm_relu_pool(maps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """`avg_pool2d(relu(instance_norm(maps) * weight + bias), 2)` for [N, C, H, W]."""
     height, width = maps.shape[2:]
-    if kernels is not None and maps.is_cuda and height % 2 == 0 and width % 2 == 0 and height * width <= LARGEST:
+    traced = isinstance(maps, FakeTensor)  # a private feature is made of PyTorch's own operators
+    fits = maps.is_cuda and height % 2 == 0 and width % 2 == 0 and height * width <= LARGEST
+    if kernels is not None and fits and not traced:
         pooled: torch.Tensor = _Fused.apply(maps, weight, bias)  # type: ignore[no-untyped-call]
         return pooled
     normal = functional.group_norm(maps, maps.shape[1], weight, bias, EPS)

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 import torch
 
-from sfumato.capturing import capture
+from sfumato.engine.recording import capture
 
 WARM_UP = 3  # plain calls before a graph is captured
 

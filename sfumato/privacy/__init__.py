@@ -1,12 +1,14 @@
 """All that the guarantee rests on. Imports nothing from the rest of the package."""
 
-from sfumato.privacy.accounting import Plan, Release, bounds, calibrate, epsilon, noise_multiplier
+from sfumato.privacy.account import Account
+from sfumato.privacy.accounting import Plan, Release, bounds, epsilon
 from sfumato.privacy.budget import Budget, BudgetExceeded
 from sfumato.privacy.certificate import Certificate, Verification, verify
 from sfumato.privacy.ledger import Ledger, LedgerError
 from sfumato.privacy.vault import Vault
 
 __all__ = [
+    "Account",
     "Budget",
     "BudgetExceeded",
     "Certificate",
@@ -17,8 +19,6 @@ __all__ = [
     "Vault",
     "Verification",
     "bounds",
-    "calibrate",
     "epsilon",
-    "noise_multiplier",
     "verify",
 ]

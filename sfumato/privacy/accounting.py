@@ -1,16 +1,16 @@
-"""Releases to epsilon, and a budget to noise. On Google's `dp_accounting`.
+"""Releases to epsilon, on Google's `dp_accounting`. (The search for noise is `engine/calibration.py`.)
 
-A `Release` is one noised sum over a Poisson sample, repeated. Each bound below is valid by itself, so the
-least one is; all are recorded.
+A `Release` is one noised sum over a Poisson sample of units (images, or persons with all their images), repeated. Each
+bound below is valid by itself, so their minimum is; all are recorded.
 
 - `exact`: Gaussian releases on all the data compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose
   epsilon has a closed form (Balle and Wang 2018).
 - `rdp`: Renyi DP with the improved conversion.
 - `pld`: privacy loss distributions, rounded pessimistically on a grid fine enough for the composition.
 
-**One record's shift.** z is the noise's standard deviation over the bound on one record's norm. Under
-add-remove a record shifts the sum by at most one bound. Under replace-one by two; by sqrt(2) if rows are
-non-negative (then <a, b> >= 0, so |a - b|^2 <= |a|^2 + |b|^2) and the sample is all the data.
+**Shift of one unit.** z is the noise's standard deviation over the bound on one unit's norm. Under add-remove a unit
+shifts the sum by at most one bound. Under replace-one by two; by sqrt(2) if rows are non-negative (then <a, b> >= 0, so
+|a - b|^2 <= |a|^2 + |b|^2) and the sample is all the data.
 
 **Replace-one with Poisson sampling.** The neighbouring outputs are P = (1-q) N(0) + q N(a) and
 Q = (1-q) N(0) + q N(b) with |a|, |b| <= 1. Claim: a = e, b = -e dominates, which is `dp_accounting`'s pair.
@@ -30,19 +30,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting import pld, rdp
-from scipy.optimize import brentq
 
 from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 
 GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
 GRID_POINTS = 250_000  # at most, for the loss of one release
-SEARCH_TOLERANCE = 1e-4  # of calibrated noise, relative; always on the safe side
 MOST_TIMES = 10**7
 LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # outside, accountants lose their digits
 
@@ -51,8 +49,8 @@ LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # outside, accountants lose their digits
 class Release:
     """`times` noised sums of bounded rows, each over a fresh Poisson sample.
 
-    A method states `weight`, its noise relative to its other releases; `calibrate` fills in
-    `noise_multiplier`. A method that fixes its noise states `noise_multiplier` itself.
+    A method states `weight`, its noise relative to its other releases; calibration fills in `noise_multiplier`. A
+    method that fixes its noise states `noise_multiplier` itself.
 
     Guarantee: this is all that epsilon depends on.
     """
@@ -65,7 +63,7 @@ class Release:
     nonnegative: bool = False
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):  # names files, too
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
             raise ValueError(f"a release's name must be letters, digits, '-' and '_', got {self.name!r}")
         if type(self.times) is not int or not 1 <= self.times <= MOST_TIMES:
             raise ValueError(f"release {self.name!r}: times must be a whole number from 1 to 1e7, got {self.times!r}")
@@ -85,13 +83,13 @@ class Release:
 
     @property
     def noise(self) -> float:
-        """The calibrated noise multiplier. Guarantee: an uncalibrated release cannot be drawn."""
+        """The noise multiplier. Guarantee: an uncalibrated release cannot be drawn."""
         if self.noise_multiplier is None:
             raise ValueError(f"release {self.name!r} is not calibrated")
         return self.noise_multiplier
 
     def shift(self, adjacency: Adjacency) -> float:
-        """How far one record moves the sum, in units of the bound. Guarantee: module docstring."""
+        """How far one unit moves the sum, in units of the bound. Guarantee: module docstring."""
         if adjacency == "add-remove":
             return 1.0
         return math.sqrt(2) if self.nonnegative and self.sampling_prob == 1 else 2.0
@@ -102,11 +100,25 @@ class Release:
 
 @dataclass(frozen=True)
 class Plan:
-    """Calibrated releases under a budget, before anything is spent."""
+    """Calibrated releases under a budget, before anything is spent.
+
+    Guarantee: a plan exists only if these very releases, composed, are within the budget; it accounts them itself.
+    """
 
     releases: tuple[Release, ...]
     budget: Budget
-    bounds: dict[str, float | None]
+    bounds: dict[str, float | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "releases", tuple(self.releases))
+        names = Counter(release.name for release in self.releases)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"release names must differ; {twice[0]!r} occurs {names[twice[0]]} times")
+        object.__setattr__(self, "bounds", bounds(self.releases, self.budget.delta, self.budget.adjacency))
+        if not self.epsilon <= self.budget.epsilon:
+            raise BudgetExceeded(
+                f"the planned releases need epsilon {self.epsilon:.4g}, the budget is {self.budget.epsilon:g}"
+            )
 
     @property
     def epsilon(self) -> float:
@@ -122,12 +134,12 @@ class Plan:
         head = f"{'release':<16}{'times':>8}  {'sampling':>10}  {'noise multiplier':>17}"
         rows = [f"{r.name:<16}{r.times:>8}  {r.sampling_prob:>10.4g}  {r.noise:>17.4f}" for r in self.releases]
         b = self.budget
-        total = f"epsilon {self.epsilon:.4f} of {b.epsilon:g} at delta {b.delta:g}, {b.adjacency}"
+        total = f"epsilon {self.epsilon:.4f} of {b.epsilon:g} at delta {b.delta:g}, {b.adjacency}, one {b.unit}"
         return "\n".join([head, *rows, total])
 
 
 def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "add-remove") -> dict[str, float | None]:
-    """Every accountant's epsilon for these releases; None where one does not apply.
+    """Return every accountant's epsilon for these releases; None where one does not apply.
 
     Guarantee: each number is an upper bound on epsilon at `delta` for the adaptive composition of the
     releases, whose parameters do not depend on their outcomes.
@@ -148,49 +160,18 @@ def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "ad
 
 
 def least(found: dict[str, float | None]) -> float:
-    """The smallest of the valid bounds. Guarantee: a minimum of upper bounds is one."""
+    """Return the smallest of the valid bounds. Guarantee: a minimum of upper bounds is one."""
     return min(value for value in found.values() if value is not None)
 
 
-def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
-    """The least noise, in the releases' proportions, that keeps their composition within the budget.
-
-    Guarantee: the plan returned was accounted for these very releases, and its epsilon is at most the budget's.
-    """
-    plan = _calibrated(tuple(releases), budget)
-    return replace(plan, bounds=dict(plan.bounds))  # what is remembered stays as it is
-
-
-@lru_cache(maxsize=256)
-def _calibrated(releases: tuple[Release, ...], budget: Budget) -> Plan:
-    """Remembers: plan, fit and vault each ask for the same. Guarantee: releases and budgets are immutable."""
-    names = Counter(release.name for release in releases)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"release names must differ; {twice[0]!r} occurs {names[twice[0]]} times")
-    if not budget.private:
-        return _planned(_scaled(releases, 0.0), budget)
-    fixed = [release for release in releases if release.noise_multiplier is not None]
-    if len(fixed) == len(releases):
-        return _planned(releases, budget)
-
-    def excess(log_scale: float) -> float:
-        """log(epsilon / budget), by the tightest bound; RDP only where PLD cannot reach so small a delta."""
-        scaled = _scaled(releases, math.exp(log_scale))
-        full, sampled = _merge(scaled, budget.adjacency)
-        with _quiet():
-            if not sampled:
-                value = dp_accounting.get_epsilon_gaussian(full, budget.delta)
-            else:
-                value = _pld(full, sampled, budget.delta, budget.adjacency)
-                if math.isinf(value) and budget.adjacency == "add-remove":
-                    value = _rdp(full, sampled, budget.delta)
-        return math.log(max(value, 1e-12) / budget.epsilon)
-
-    low, high = _bracket(excess, _guess(releases, budget), fixed)
-    log_scale = float(brentq(excess, low, high, xtol=SEARCH_TOLERANCE / 2))
-    while not excess(log_scale) <= 0:
-        log_scale += SEARCH_TOLERANCE / 4
-    return _planned(_scaled(releases, math.exp(log_scale)), budget)
+def search_bound(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> float:
+    """Return the tightest bound alone, for a search; RDP only where PLD cannot reach so small a delta."""
+    full, sampled = _merge(releases, adjacency)
+    with _quiet():
+        if not sampled:
+            return float(dp_accounting.get_epsilon_gaussian(full, delta))
+        value = _pld(full, sampled, delta, adjacency)
+        return _rdp(full, sampled, delta) if math.isinf(value) and adjacency == "add-remove" else value
 
 
 def epsilon(
@@ -201,62 +182,36 @@ def epsilon(
     delta: float = 1e-5,
     adjacency: Adjacency = "add-remove",
 ) -> float:
-    """Epsilon of `steps` Gaussian sums over Poisson samples. Guarantee: as `bounds`."""
+    """Return the epsilon of `steps` Gaussian sums over Poisson samples. Guarantee: as `bounds`."""
     budget = Budget(math.inf, delta, adjacency)
     release = Release("sum", steps, sampling_prob, noise_multiplier)
     return least(bounds([release], budget.delta, budget.adjacency))
 
 
-def noise_multiplier(
-    *,
-    epsilon: float,
-    sampling_prob: float = 1.0,
-    steps: int = 1,
-    delta: float = 1e-5,
-    adjacency: Adjacency = "add-remove",
-) -> float:
-    """The least noise multiplier with which `epsilon` holds. Guarantee: as `calibrate`."""
-    return calibrate([Release("sum", steps, sampling_prob)], Budget(epsilon, delta, adjacency)).releases[0].noise
+def renyi(releases: Sequence[Release], order: float, adjacency: Adjacency) -> float:
+    """Return the composed Renyi divergence of that order. Guarantee: an upper bound, additive over releases.
 
-
-def _planned(releases: Sequence[Release], budget: Budget) -> Plan:
-    plan = Plan(tuple(releases), budget, bounds(releases, budget.delta, budget.adjacency))
-    if not plan.epsilon <= budget.epsilon:
-        raise BudgetExceeded(f"the planned releases need epsilon {plan.epsilon:.4g}, the budget is {budget.epsilon:g}")
-    return plan
-
-
-def _scaled(releases: Sequence[Release], scale: float) -> list[Release]:
-    """Fills in the noise that is left open; what results is accounted again, so the limits cost no safety."""
-
-    def noise(weight: float) -> float:
-        return 0.0 if scale == 0 else min(max(scale * weight, LEAST_NOISE), MOST_NOISE)
-
-    return [r if r.noise_multiplier is not None else replace(r, noise_multiplier=noise(r.weight)) for r in releases]
-
-
-def _guess(releases: Sequence[Release], budget: Budget) -> float:
-    """log-scale at which a central limit would meet the budget: a place to start, no more."""
-    alone = dp_accounting.get_sigma_gaussian(budget.epsilon, budget.delta)
-    spread = sum(r.times * (r.sampling_prob * r.shift(budget.adjacency) / r.weight) ** 2 for r in releases)
-    return math.log(min(max(alone * math.sqrt(spread), 0.5), 1e6))
-
-
-def _bracket(excess: Any, start: float, fixed: Sequence[Release]) -> tuple[float, float]:
-    """log-scales on either side of the budget, by steps of a factor of two."""
-    at = excess(start)
-    step = math.log(2) if at > 0 else -math.log(2)
-    here = start
-    while math.log(LEAST_NOISE) < here < math.log(MOST_NOISE):
-        there = here + step
-        if (excess(there) > 0) != (at > 0):
-            return (here, there) if here < there else (there, here)
-        here = there
-    if at > 0 and fixed:
-        raise BudgetExceeded(f"the fixed noise of {fixed[0].name!r} alone is more than the budget allows")
-    raise ValueError(
-        "no noise multiplier between 1e-3 and 1e9 meets this budget; a larger delta or fewer steps may help"
-    )
+    Under replace-one with sampling it is the integral of the dominating pair (module docstring), by the trapezoidal
+    rule, which for such an integrand errs by less than 1e-12.
+    """
+    if any(release.noise == 0 for release in releases):
+        return math.inf
+    full, sampled = _merge(releases, adjacency)
+    total = order / (2 * full**2)
+    for q, z, times in sampled:
+        if adjacency == "add-remove":
+            with _quiet():
+                accountant = rdp.RdpAccountant([order])
+                accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), times)
+                total += float(accountant.rdp[0])
+        else:
+            x = np.arange(-2 - 14 * z, 2 * order + 14 * z, z / 64)
+            logs = [np.log1p(-q) - x**2 / (2 * z**2), np.log(q) - (x - 1) ** 2 / (2 * z**2)]
+            p, other = np.logaddexp(*logs), np.logaddexp(logs[0], np.log(q) - (x + 1) ** 2 / (2 * z**2))
+            logs = order * p + (1 - order) * other
+            integral = np.log(np.sum(np.exp(logs - logs.max())) / 64 / math.sqrt(2 * math.pi)) + logs.max()
+            total += times * max(float(integral), 0.0) / (order - 1)
+    return total
 
 
 def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
@@ -281,7 +236,7 @@ def _rdp(full: float, sampled: list[tuple[float, float, int]], delta: float) -> 
 
 
 def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
-    """Epsilon by privacy loss distributions.
+    """Return epsilon by privacy loss distributions.
 
     Guarantee: rounding is pessimistic at every grid, so the grid decides only how tight the bound is. Rounding
     one loss to a grid of width h adds about h^2/6 to its variance; h keeps the sum of these below
@@ -318,7 +273,7 @@ def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adj
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library's remarks on orders that it leaves out away from users; they loosen no bound."""
+    """Hide the library's remarks on orders that it leaves out; they loosen no bound."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""How much privacy may be spent, and what "one image" means."""
+"""How much privacy may be spent, and what it protects: one image, or one person with all their images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Adjacency = Literal["add-remove", "replace-one"]
+Unit = Literal["image", "person"]
 ADJACENCIES: tuple[str, ...] = get_args(Adjacency)
+UNITS: tuple[str, ...] = get_args(Unit)
 
 
 class BudgetExceeded(RuntimeError):
@@ -18,9 +20,10 @@ class BudgetExceeded(RuntimeError):
 class Budget:
     """An (epsilon, delta) budget under a neighbouring relation.
 
-    `add-remove`: neighbouring sets differ by the presence of one image; their sizes are private.
-    `replace-one`: they have the same size and differ in one image (and its label).
-    `epsilon=inf` asks for no noise: the certificate then says `guarantee: none`.
+    - unit: `image`, or `person`: a person's images, however many, come and go together.
+    - adjacency: `add-remove`: neighbouring sets differ by the presence of one unit; their sizes are private.
+      `replace-one`: they have as many units and differ in one (and its labels).
+    - epsilon: `inf` asks for no noise: the certificate then says `guarantee: none`.
 
     Guarantee: none by itself; every sensitivity and every accountant reads the relation from here.
     """
@@ -28,6 +31,7 @@ class Budget:
     epsilon: float
     delta: float = 1e-5
     adjacency: Adjacency = "add-remove"
+    unit: Unit = "image"
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):  # whole numbers and NumPy's are welcome; ledgers hold plain ones
@@ -36,8 +40,9 @@ class Budget:
             raise ValueError(f"epsilon must be greater than 0, got {self.epsilon}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie strictly between 0 and 1, got {self.delta}")
-        if self.adjacency not in ADJACENCIES:
-            raise ValueError(f"adjacency must be one of {', '.join(ADJACENCIES)}, got {self.adjacency!r}")
+        for name, known in (("adjacency", ADJACENCIES), ("unit", UNITS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     @property
     def private(self) -> bool:

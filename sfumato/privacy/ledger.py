@@ -5,8 +5,9 @@ JSON lines, append-only, each with the SHA-256 of itself and of its predecessor.
 removing lines from the end is noticed as well as editing them. Against a forger who rewrites both files
 there is no defence without a secret; the certificate, once handed out, pins the ledger's last hash.
 
-Kinds of line: `open` (budget, plan, method, public facts), `charge` (a release, `times` of them reserved at
-once), `kept` (a noised result was stored, with its hash), `unprotected` (the guarantee is void, and why).
+Lines of a run: `open` (budget, plan, method, public facts), `charge` (a release, `times` of them reserved at once),
+`checkpoint` (how many releases went into a stored state, and its hash), `unprotected` (the guarantee is void, and why).
+Lines of a data set's budget (`account.py`): `account`, `reserve`, `void`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import hashlib
 import json
 import os
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-KINDS = ("open", "charge", "kept", "unprotected")
+KINDS = ("open", "charge", "checkpoint", "unprotected", "account", "reserve", "void")
 
 
 class LedgerError(RuntimeError):
@@ -40,7 +42,8 @@ class Ledger:
     open; lines that were changed, reordered or removed by hand raise `LedgerError` on opening.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, wait: float = 0.0) -> None:
+        """Open or make the ledger; `wait`: seconds to wait for another process that holds it."""
         self.path = None if path is None else Path(path).resolve()  # one lock, whatever link led here
         self.entries: list[dict[str, Any]] = []
         self.spending = threading.RLock()
@@ -49,7 +52,7 @@ class Ledger:
         self._lock: int | None = None  # file descriptors: nothing is buffered between us and the disk
         self._file: int | None = None
         if self.path is not None:
-            self._acquire(self.path)
+            self._acquire(self.path, time.monotonic() + wait)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -72,10 +75,6 @@ class Ledger:
     def charged(self, name: str) -> int:
         """How many releases of that name were paid for, used or not."""
         return sum(entry["times"] for entry in self.entries if entry["kind"] == "charge" and entry["name"] == name)
-
-    def kept(self, name: str) -> dict[str, Any] | None:
-        """The line that says that this release's noised result was stored."""
-        return next((e for e in self.entries if e["kind"] == "kept" and e["name"] == name), None)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -122,7 +121,7 @@ class Ledger:
 
     # -- files --------------------------------------------------------------------------------------------
 
-    def _acquire(self, path: Path) -> None:
+    def _acquire(self, path: Path, until: float) -> None:
         if path.suffix == ".lock":
             raise LedgerError(f"{path}: a ledger cannot be named like its lock")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,16 +129,20 @@ class Ledger:
         self._lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
         with ExitStack() as failed:
             failed.callback(self.close)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LedgerError(f"{path} is in use by another process; wait for it or stop it") from None
+            while True:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise LedgerError(f"{path} is in use by another process; wait for it or stop it") from None
+                    time.sleep(0.05)
             self.entries, length = _parse(path, _recorded_head(path))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             # A line cut short by a crash was never flushed, so its noise was never drawn: take it away.
             os.ftruncate(self._file, length)
             self._write_head(len(self.entries), self.head)
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
             failed.pop_all()
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """So that the new file's name survives a power cut too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -8,32 +8,43 @@ import torch
 from sfumato.privacy.randomness import device_generator, host_generator
 
 
-def poisson_sample(records: int, probability: float | np.ndarray) -> torch.Tensor:
-    """Indices of a fresh Poisson sample of `records` records, in ascending order; it may be empty.
+def poisson_sample(units: int, probability: float | np.ndarray) -> torch.Tensor:
+    """Return the indices of a fresh Poisson sample of units, ascending; it may be empty.
 
-    `probability` is one number for all records, or an array with one for each.
+    `probability` is one number for all units, or an array with one for each.
 
     Guarantee: independent inclusion with `probability`, exact to 2^-53, which is the sampling that
     `accounting` charges for. Nothing outside this call can influence or repeat the draw.
     """
     each = np.asarray(probability, dtype=np.float64)
-    if each.shape not in ((), (records,)) or not np.all((each > 0) & (each <= 1)):
+    if each.shape not in ((), (units,)) or not np.all((each > 0) & (each <= 1)):
         raise ValueError(f"sampling probability must lie in (0, 1], got {probability if not each.shape else 'others'}")
     if not each.shape and each == 1:
-        return torch.arange(records)
-    return torch.from_numpy((host_generator().random(records) < each).nonzero()[0])
+        return torch.arange(units)
+    return torch.from_numpy((host_generator().random(units) < each).nonzero()[0])
 
 
 def shuffled(index: torch.Tensor) -> torch.Tensor:
-    """The same indices in a fresh random order. Guarantee: uniform over all orders, as far as 128 bits go."""
+    """Return the same indices in a fresh random order. Guarantee: uniform over all orders, as far as 128 bits go."""
     return index[torch.from_numpy(host_generator().permutation(len(index)))]
 
 
-def standard_normals(records: int, count: int, device: torch.device) -> torch.Tensor:
-    """Fresh standard normal numbers, [records, count], float32.
+def capped(persons: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the indices of at most `most` records of each person, chosen at random, ascending.
 
-    Guarantee: independent of each other, of the records and of all that was drawn before. (No noise: these numbers
-    protect nothing.)
+    Guarantee: which of a person's records are chosen depends on no other person.
+    """
+    order = shuffled(torch.arange(len(persons)))
+    order = order[persons[order].argsort(stable=True)]
+    _, sizes = persons[order].unique_consecutive(return_counts=True)
+    rank = torch.arange(len(order)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return order[rank < most].sort().values
+
+
+def standard_normals(records: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return fresh standard normal numbers, [records, count], float32.
+
+    Guarantee: independent of each other, of the records and of all that was drawn before. (They protect nothing.)
     """
     if device.type == "cpu":
         return torch.from_numpy(host_generator().standard_normal((records, count), dtype=np.float32))

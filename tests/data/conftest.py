@@ -29,7 +29,7 @@ def targets() -> np.ndarray:
 
 @pytest.fixture
 def digits(pixels: np.ndarray, targets: np.ndarray) -> ImageSet:
-    return ImageSet.from_arrays(pixels, targets)
+    return ImageSet.from_arrays(pixels, targets, 10)
 
 
 @pytest.fixture

@@ -13,6 +13,11 @@ import torch
 
 from sfumato.data import DataError, load_images
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
+
+
+NAMES = ["a", "b", "c", "d"]
+
 
 def idx(array):
     header = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
@@ -40,10 +45,10 @@ def test_npz_with_splits(tmp_path, pixels, targets, train, test):
     path = tmp_path / "x.npz"
     arrays = {train[0]: pixels[:40], train[1]: targets[:40, None], test[0]: pixels[40:], test[1]: targets[40:]}
     np.savez(path, **arrays, val_images=pixels[:1], val_labels=targets[:1])
-    got = load_images(path)
+    got = load_images(path, classes=10)
     assert np.array_equal(got.images[:, 0].numpy(), pixels[:40])
     assert got.labels.tolist() == targets[:40].tolist()
-    got = load_images(path, split="test")
+    got = load_images(path, split="test", classes=10)
     assert np.array_equal(got.images[:, 0].numpy(), pixels[40:])
     assert got.labels.tolist() == targets[40:].tolist()
 
@@ -64,13 +69,17 @@ def test_npz_without_splits(tmp_path, pixels, targets, names):
         ({"pictures": np.zeros((4, 8, 8), np.uint8)}, "it has pictures"),
         ({"images": np.zeros((4, 8, 8), np.uint8)}, r"no 'labels'; pass labels=False \(--unlabelled\)"),
         ({"train_images": np.zeros((4, 8, 8), np.uint8)}, "no 'train_labels'"),
-        ({"images": np.full((4, 8, 8), np.nan), "labels": np.arange(4)}, "NaN"),
-        ({"images": np.full((4, 8, 8), 7.0), "labels": np.arange(4)}, "above 1"),
-        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3)}, "4 images but 3 labels"),
-        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4, int)}, r"one class only \(0\)"),
-        ({"images": np.zeros((1, 8, 8), np.uint8), "labels": np.zeros(1, int)}, "single image"),
-        ({"images": np.zeros((0, 8, 8), np.uint8), "labels": np.zeros(0, int)}, "no images"),
-        ({"images": np.array([{}, {}], dtype=object), "labels": np.arange(2)}, "Python objects"),
+        ({"images": np.full((4, 8, 8), np.nan), "labels": np.arange(4), "classes": NAMES}, "NaN"),
+        ({"images": np.full((4, 8, 8), 7.0), "labels": np.arange(4), "classes": NAMES}, "above 1"),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3), "classes": NAMES}, "4 images but 3 labels"),
+        (
+            {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4, int), "classes": ["0"]},
+            r"one class only \(0\)",
+        ),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(4), "classes": ["0", "1"]}, "label 3 has no"),
+        ({"images": np.zeros((1, 8, 8), np.uint8), "labels": np.zeros(1, int), "classes": NAMES}, "single image"),
+        ({"images": np.zeros((0, 8, 8), np.uint8), "labels": np.zeros(0, int), "classes": NAMES}, "no images"),
+        ({"images": np.array([{}, {}], dtype=object), "labels": np.arange(2), "classes": NAMES}, "Python objects"),
     ],
 )
 def test_bad_npz(tmp_path, arrays, message):
@@ -114,12 +123,13 @@ def test_damaged_npz(tmp_path, pixels):
 @pytest.mark.parametrize("compressed", [False, True])
 def test_idx_folder_and_file(tmp_path, pixels, targets, compressed):
     folder = write_idx(tmp_path / "m", pixels, targets, compressed)
-    train = load_images(folder)
+    train = load_images(folder, classes=10)
     assert np.array_equal(train.images[:, 0].numpy(), pixels[:40])
     assert train.labels.tolist() == targets[:40].tolist()
-    assert load_images(folder, split="test").labels.tolist() == targets[40:].tolist()
+    test = load_images(folder, split="test", classes=10)
+    assert test.labels.tolist() == targets[40:].tolist()
     file = folder / ("t10k-images-idx3-ubyte" + (".gz" if compressed else ""))
-    assert torch.equal(load_images(file).images, load_images(folder, split="test").images)
+    assert torch.equal(load_images(file, classes=10).images, test.images)
     assert load_images(file, labels=False, size=4).shape == (1, 4, 4)
 
 
@@ -135,7 +145,7 @@ def test_bad_idx(tmp_path, pixels, targets):
     images.write_bytes(idx(pixels[:40]))
     labels.write_bytes(idx(targets[:39]))
     with pytest.raises(DataError, match="40 images but 39 labels"):
-        load_images(folder)
+        load_images(folder, classes=10)
     labels.unlink()
     with pytest.raises(DataError, match=r"no labels beside it \(train-labels-idx1-ubyte\).*--unlabelled"):
         load_images(folder)
@@ -180,7 +190,9 @@ def test_cifar10_pickle_of_python_two(tmp_path):
     text = b"T" + struct.pack("<I", data.size) + data.tobytes()
     batch = b"(dS'data'\n" + array + kind + b"I00\n" + text + b"tbsS'labels'\n(lI1\naI0\nas."
     (tmp_path / "data_batch_1").write_bytes(batch)
-    got = load_images(tmp_path)
+    with pytest.raises(DataError, match=r"does not declare its classes.*pass classes=2 \(--classes 2\)"):
+        load_images(tmp_path)
+    got = load_images(tmp_path, classes=2)
     assert np.array_equal(got.images.numpy().reshape(2, 3072), data)
     assert got.labels.tolist() == [1, 0]
 

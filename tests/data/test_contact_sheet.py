@@ -32,7 +32,7 @@ def test_rows_are_classes_in_order(tmp_path, digits):
 
 def test_many_classes_are_thinned_evenly(tmp_path):
     images = np.repeat(np.arange(100, dtype=np.uint8), 2)[:, None, None] * np.ones((1, 8, 8), np.uint8)
-    sheet = sheet_of(ImageSet.from_arrays(images, np.repeat(np.arange(100), 2)), tmp_path / "x.png", scale=2)
+    sheet = sheet_of(ImageSet.from_arrays(images, np.repeat(np.arange(100), 2), 100), tmp_path / "x.png", scale=2)
     tall = 18  # 16 pixels are less than a line of text needs.
     assert sheet.shape[0] == 20 * tall + GAP
     shown = [int(sheet[GAP + row * tall, -GAP - 1, 0]) for row in range(20)]
@@ -55,7 +55,7 @@ def test_missing_images_and_odd_names(tmp_path, digits):
 
 
 def test_large_images_are_not_enlarged(tmp_path):
-    images = ImageSet.from_arrays(np.zeros((4, 3, 64, 80), np.uint8), [0, 1, 0, 1])
+    images = ImageSet.from_arrays(np.zeros((4, 3, 64, 80), np.uint8), [0, 1, 0, 1], ["a", "b"])
     assert sheet_of(images, tmp_path / "x.png").shape[0] == 2 * (64 + GAP) + GAP
 
 

@@ -14,6 +14,8 @@ from PIL import Image, ImageCms, features
 
 from sfumato.data import DataError, DataWarning, ImageSet, decode, load_images, save_images
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
+
 RAMP = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
 RED = np.zeros((8, 8, 3), np.uint8) + np.array([200, 30, 60], np.uint8)
 
@@ -138,18 +140,19 @@ def test_animation_gives_its_first_frame(tmp_path):
     assert got[:, 0, 0].tolist() == [0x10, 0x20, 0x30]
 
 
-def test_one_colour_image_makes_the_set_rgb_wherever_it_stands(tmp_path):
-    for place in (0, 5, 39):
-        folder = tmp_path / str(place)
-        folder.mkdir()
-        for number in range(40):
-            picture = Image.fromarray(RED if number == place else RAMP)
-            picture.save(folder / f"{number:02}.png")
-        got = load_images(folder, labels=False)
-        assert got.shape == (3, 8, 8)
-        assert np.array_equal(got.images[place].numpy(), RED.transpose(2, 0, 1))
-        others = [number for number in range(40) if number != place]
-        assert (got.images[others] == torch.from_numpy(RAMP)).all()
+@pytest.mark.parametrize("place", [0, 5, 39])
+def test_grey_and_colour_are_not_mixed_unless_the_mode_is_declared(tmp_path, place):
+    """One colour file must not decide the public shape of all."""
+    for number in range(40):
+        picture = Image.fromarray(RED if number == place else RAMP)
+        picture.save(tmp_path / f"{number:02}.png")
+    with pytest.raises(DataError, match=r"mix grey and colour: .*pass mode='grey' or 'rgb' \(--mode grey\|rgb\)"):
+        load_images(tmp_path, labels=False)
+    got = load_images(tmp_path, labels=False, mode="rgb")
+    assert np.array_equal(got.images[place].numpy(), RED.transpose(2, 0, 1))
+    others = [number for number in range(40) if number != place]
+    assert (got.images[others] == torch.from_numpy(RAMP)).all()
+    assert load_images(tmp_path, labels=False, mode="grey").shape == (1, 8, 8)
 
 
 def test_mode_is_obeyed(tmp_path):
@@ -258,7 +261,7 @@ def test_skip_leaves_out_broken_files_and_counts_them(class_folder, pixels):
     with pytest.warns(Image.DecompressionBombWarning), pytest.warns(DataWarning) as caught:
         got = load_images(class_folder, on_error="skip")
     messages = [str(warning.message) for warning in caught if warning.category is DataWarning]
-    assert messages == ["left out 7 unreadable: a/000.png, a/001.png, a/002.png and 4 more"]
+    assert messages[:1] == ["left out 7 unreadable: a/000.png, a/001.png, a/002.png and 4 more"]
     assert np.array_equal(got.images[:, 0].numpy(), pixels[:4])
     assert got.labels.tolist() == [0, 0, 1, 1]
 
@@ -281,16 +284,14 @@ def test_order_and_progress_do_not_depend_on_workers(tmp_path, digits):
 
 
 def test_memory_mapped_canvas_equals_memory(class_folder, monkeypatch):
-    Image.fromarray(RED).save(class_folder / "b" / "1.png")  # Forces the canvas to be widened on disk.
     kinds = []
     allocate = decode.allocate
     monkeypatch.setattr(decode, "allocate", lambda shape: kinds.append(allocate(shape)) or kinds[-1])
     in_memory = load_images(class_folder)
     monkeypatch.setattr("sfumato.data.storage.available_memory", lambda: 0)
     on_disk = load_images(class_folder)
-    assert [isinstance(array, np.memmap) for array in kinds] == [False, False, True, True]
+    assert [isinstance(array, np.memmap) for array in kinds] == [False, True]
     assert torch.equal(in_memory.images, on_disk.images)
-    assert in_memory.shape == (3, 8, 8)
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow cannot read AVIF")

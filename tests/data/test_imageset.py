@@ -16,7 +16,13 @@ def test_public_facts_hold_no_size_unless_declared(digits):
     counts = tuple(digits.labels.tolist().count(label) for label in range(10))
     assert digits.public(declare_size=True).sizes == counts
     assert ImageSet(digits.images).public(declare_size=True).sizes == (60,)
-    assert {field.name for field in dataclasses.fields(PublicFacts)} == {"shape", "classes", "labelled", "sizes"}
+    assert {field.name for field in dataclasses.fields(PublicFacts)} == {
+        "shape",
+        "classes",
+        "labelled",
+        "sizes",
+        "unit",
+    }
 
 
 def test_repr_does_not_tell_the_size(digits):
@@ -26,8 +32,8 @@ def test_repr_does_not_tell_the_size(digits):
 
 def test_layouts_agree(pixels, targets):
     colour = np.stack([pixels, pixels // 2, pixels // 3], axis=-1)
-    last = ImageSet.from_arrays(colour, targets)
-    first = ImageSet.from_arrays(colour.transpose(0, 3, 1, 2), targets)
+    last = ImageSet.from_arrays(colour, targets, 10)
+    first = ImageSet.from_arrays(colour.transpose(0, 3, 1, 2), targets, 10)
     assert last.shape == (3, 8, 8)
     assert torch.equal(last.images, first.images)
     assert np.array_equal(last.images[:, 1].numpy(), pixels // 2)
@@ -72,12 +78,12 @@ def test_bad_images_are_refused(values, message):
 
 def test_labels_of_every_kind(pixels):
     four = pixels[:4]
-    column = ImageSet.from_arrays(four, np.array([[2], [0], [1], [0]], np.uint8))
+    column = ImageSet.from_arrays(four, np.array([[2], [0], [1], [0]], np.uint8), 3)
     assert column.labels.tolist() == [2, 0, 1, 0]
     assert column.classes == ("0", "1", "2")
-    assert ImageSet.from_arrays(four, [2.0, 0.0, 1.0, 0.0]).labels.tolist() == [2, 0, 1, 0]
-    assert ImageSet.from_arrays(four, np.array([True, False, True, True])).labels.tolist() == [1, 0, 1, 1]
-    names = ImageSet.from_arrays(four, ["zebra", "ant", "zebra", "ant"])
+    assert ImageSet.from_arrays(four, [2.0, 0.0, 1.0, 0.0], 3).labels.tolist() == [2, 0, 1, 0]
+    assert ImageSet.from_arrays(four, np.array([True, False, True, True]), 2).labels.tolist() == [1, 0, 1, 1]
+    names = ImageSet.from_arrays(four, ["zebra", "ant", "zebra", "ant"], ("ant", "zebra"))
     assert names.labels.tolist() == [1, 0, 1, 0]
     assert names.classes == ("ant", "zebra")
     ordered = ImageSet.from_arrays(four, np.array([b"x", b"y", b"y", b"x"]), classes=["y", "x", "z"])
@@ -85,14 +91,10 @@ def test_labels_of_every_kind(pixels):
     assert ordered.classes == ("y", "x", "z")
 
 
-def test_number_names_are_in_numerical_order(pixels):
-    assert ImageSet.from_arrays(pixels[:4], ["10", "9", "2", "9"]).classes == ("2", "9", "10")
-
-
 @pytest.mark.parametrize(
     ("labels", "classes", "message"),
     [
-        ([0, 1, 2], None, "4 images but 3 labels"),
+        ([0, 1, 2], 3, "4 images but 3 labels"),
         ([0, 1, -1, 0], None, "label -1 is negative"),
         ([0, 1, 1, 0.5], None, "fractions"),
         ([0, 1, 1, np.nan], None, "NaN"),
@@ -105,6 +107,15 @@ def test_number_names_are_in_numerical_order(pixels):
         ([0, 1, 1, 0], ["a", 3], "not 3"),
         (np.array([0, None, 1, 0], dtype=object), None, "object"),
         (None, ["a", "b"], "without labels"),
+        ([0, 1, 1, 0], "ab", "expected a list of names"),
+        ([0, 1, 1, 0], 0, "expected a list of names, or their number"),
+        ([0, 1, 1, 0], True, "expected a list of names"),
+        ([0.0, 1.0, 1.0, 1e300], 2, "has no class name"),
+        ([0, 2, 1, 0], None, r"does not declare its classes, and a single image must not .*pass classes=3 "),
+        (["b", "a", "b", "a"], None, r"pass classes=\['a', 'b'\] \(--classes a,b\)"),
+        (["10", "9", "2", "9"], None, r"--classes 2,9,10"),
+        (["1", "0", "2", "2"], None, r"--classes 3\)"),
+        (["my cat", "dog", "dog", "dog"], None, r"--classes 'dog,my cat'\)"),
     ],
 )
 def test_bad_labels_are_refused(pixels, labels, classes, message):
@@ -159,7 +170,7 @@ def test_soft_labels_need_labels_and_numbers(digits):
     with pytest.raises(DataError, match="without labels"):
         ImageSet(digits.images, soft_labels=torch.ones(60, 1))
     with pytest.raises(DataError, match="not numbers"):
-        ImageSet.from_arrays(digits.images, digits.labels, soft_labels=[[0.5, 0.5], [1.0]])
+        ImageSet.from_arrays(digits.images, digits.labels, classes=10, soft_labels=[[0.5, 0.5], [1.0]])
 
 
 def test_subset_keeps_order_and_classes(digits):

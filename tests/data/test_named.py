@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import pickle
 import struct
 import urllib.error
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from sfumato.data import DataError, find_named, get_named, load_images, named, named_sets
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +96,16 @@ def test_search_order(places, pixels, targets):
     assert len(load_images("fashion-mnist")) == 20
 
 
+def test_batches_of_a_named_set_need_no_meta_file(places):
+    folder = places / "own" / "cifar10" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 5]}
+    (folder / "data_batch_1").write_bytes(pickle.dumps(batch))
+    got = load_images("cifar10")
+    assert [got.classes[label] for label in got.labels] == ["cat", "dog"]
+    assert len(got.classes) == 10
+
+
 def test_get_copies_from_the_system_folder(places, pixels, targets):
     folder = places / "system" / "fashion-mnist"
     folder.mkdir(parents=True)
@@ -113,7 +126,7 @@ def test_a_path_wins_over_a_name(places, class_folder):
 
 def test_wrong_number_of_classes_is_refused(places, pixels):
     (places / "own").mkdir()
-    np.savez(places / "own" / "mnist.npz", train_images=pixels[:2], train_labels=[0, 1])
+    np.savez(places / "own" / "mnist.npz", train_images=pixels[:2], train_labels=[0, 1], classes=["a", "b"])
     with pytest.raises(DataError, match="2 classes, but mnist has 10"):
         load_images("mnist")
 

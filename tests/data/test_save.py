@@ -15,6 +15,8 @@ import torch
 
 from sfumato.data import DataError, ImageSet, load_images, save, save_images
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
+
 TARGETS = ["set", "set.npz", "set.parquet"]
 
 
@@ -38,7 +40,7 @@ def colourful():
     """More than one Parquet row group of RGB noise, 12 classes whose names are numbers."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (1030, 3, 4, 5), dtype=np.uint8)
-    return ImageSet.from_arrays(images, np.sort(np.arange(1030) % 12))
+    return ImageSet.from_arrays(images, np.sort(np.arange(1030) % 12), 12)
 
 
 @pytest.mark.parametrize("target", TARGETS)

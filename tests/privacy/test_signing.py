@@ -1,0 +1,113 @@
+"""Signatures: only the owner's pass, keys are never overwritten, and without the package the error says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfumato.privacy import signing
+from sfumato.privacy.accounting import Release
+from sfumato.privacy.certificate import Certificate, verify
+from sfumato.privacy.ledger import Ledger
+
+pytest.importorskip("cryptography")
+
+
+@pytest.fixture
+def certificate() -> Certificate:
+    release = Release("counts", noise_multiplier=4.0)
+    event = {name: getattr(release, name) for name in ("name", "times", "sampling_prob", "nonnegative")}
+    ledger = Ledger()
+    plan = [{**event, "noise_multiplier": 4.0, "noise": "secure"}]
+    ledger.append("open", delta=1e-5, adjacency="add-remove", unit="image", plan=plan)
+    return Certificate.from_ledger(ledger)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    (tmp_path / "keys").mkdir()
+    signing.new_key(tmp_path / "keys" / "mine")
+    return tmp_path / "keys" / "mine"
+
+
+def test_keys_are_private_and_never_overwritten(key: Path) -> None:
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert b"BEGIN PRIVATE KEY" in key.read_bytes()
+    assert signing.public_key_of(key) == signing.public_key_of(f"{key}.pub")
+    before = key.read_bytes()
+    with pytest.raises(FileExistsError):
+        signing.new_key(key)
+    assert key.read_bytes() == before
+    key.unlink()
+    with pytest.raises(FileExistsError):
+        signing.new_key(key)
+    assert not key.exists()
+
+
+def test_only_the_owners_signature_passes(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+    path = certificate.signed(key).save(tmp_path / "certificate.json")
+    result = verify(path, signed_by=f"{key}.pub")
+    assert result.ok, result.problems
+    assert result.signer == f"ed25519:{signing.public_key_of(key)}"
+    assert "signature" in result.checked
+    assert verify(path).signer == result.signer
+    other = key.with_name("other")
+    signing.new_key(other)
+    assert "another key" in verify(path, signed_by=f"{other}.pub").problems[0]
+    assert not verify(path, signed_by=tmp_path / "absent.pub").ok
+    assert not verify(path, signed_by=path).ok
+
+
+def test_an_edited_or_borrowed_signature_fails(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+    signature = certificate.signed(key).signature
+    assert signature is not None
+    path = tmp_path / "certificate.json"
+    replace(certificate, issuer="somebody else", signature=signature).save(path)
+    assert verify(path).problems == ["signature: it is not one of this certificate"]
+    for change in ({"value": "00" * 64}, {"value": "x"}, {"algorithm": "none"}, {"more": "1"}, {"public_key": ""}):
+        replace(certificate, signature={**signature, **change}).save(path)
+        result = verify(path)
+        assert not result.ok
+        assert result.signer is None
+    certificate.save(path)
+    assert verify(path).ok
+    assert verify(path).signer is None
+    assert verify(path, signed_by=f"{key}.pub").problems == ["signature: there is none"]
+
+
+def test_whatever_changes_the_content_drops_the_signature(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+    assert certificate.signed(key).covering(tmp_path).signature is None
+    assert certificate.signed(key).derived(tmp_path, []).signature is None
+
+
+def test_a_file_that_is_no_key_is_named(key: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("PRIVATE")
+    for bad in (tmp_path / "text", Path(f"{key}.pub")):
+        with pytest.raises(ValueError, match=str(bad)):
+            signing.sign("00", bad)
+
+
+def test_without_the_package_it_says_what_to_install(
+    certificate: Certificate, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = certificate.signed(key).save(tmp_path / "certificate.json")
+    real = importlib.import_module
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name.startswith("cryptography"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(signing, "import_module", absent)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sfumato\[sign\]'"):
+        signing.new_key(tmp_path / "new")
+    result = verify(path)
+    assert result.ok
+    assert result.signer is None
+    assert "sfumato[sign]" in result.not_checked[-1]
+    assert not verify(path, signed_by=f"{key}.pub").ok
