@@ -35,7 +35,8 @@ from sfumato.data import ImageSet, contact_sheet
 from sfumato.evaluate import ANNEALED, Recipe, downstream_accuracy, fidelity
 from sfumato.methods import dp_mepf
 from sfumato.methods.generating import Training
-from sfumato.privacy import Budget, Release, Vault
+from sfumato.engine import Performance, Vault, calibrate
+from sfumato.privacy import Budget, Release
 
 BUDGETS = (1.0, 10.0, 0.2, math.inf)
 GREY = ("mnist", "fashion-mnist")
@@ -159,7 +160,8 @@ def speed(model: Any, images: ImageSet) -> float:
     """Images per second of one noisy sum of all activations, the second time."""
     embedding = model._embedding(images.public())
     seconds = 0.0
-    vault = Vault(images, Budget(1.0, 1e-5), [Release("sum", 2)], device=model.torch_device, secure=False)
+    plan = calibrate([Release("sum", 2)], Budget(1.0, 1e-5))
+    vault = Vault(images, plan, device=model.torch_device, secure=False, performance=Performance())
     for _ in range(2):
         started = time.perf_counter()
         vault.sum(

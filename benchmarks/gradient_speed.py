@@ -10,7 +10,7 @@ U-Net with group norms, on --unet images.
 Measured: what makes a gradient, from drawing the sample to the noised sum (without privacy: forward and backward on a
 fixed batch of the expected size; Opacus: forward, backward, clipping and noise on that batch, one class after another,
 with one bound for all parameters). No optimiser's step. Runs alternate; the median counts. `vmap` and `linear` are
-`Vault.gradient` with no rules for layers, or none for convolutions; `recorded` is with `record=True`, and `as a graph`
+`Vault.gradient` with no rules for layers, or none for convolutions; `recorded` is `Performance(record=True)`, and `as a graph`
 the step without privacy as a CUDA graph, too (their memory is held between steps and not in the figure); `bf16` has the
 network in bfloat16. Ratios are to the faster step without privacy and without a graph. Opacus (1.6.0,
 with opt_einsum and scipy; nothing else of it is needed) is left out where it is not installed.
@@ -43,9 +43,9 @@ import sfumato as sf
 from sfumato.data import ImageSet
 from sfumato.nets.stacked import one, stacked
 from sfumato.nets.unet import UNet
-from sfumato.privacy import Budget, Release, Vault
-from sfumato.privacy.gradients import Gradients
-from sfumato.privacy.layers import Call
+from sfumato.engine import Performance, Vault
+from sfumato.engine.layers import Call
+from sfumato.privacy import Budget, Plan, Release
 
 WARM_UP = 3
 SHARE = 0.1  # of all images in a sample
@@ -225,18 +225,23 @@ def replayed(step: Step) -> Step:
 
 def private(task: Task, images: ImageSet, device: str, rules: str = "all", **more: Any) -> Step:
     """`Vault.gradient`, with all rules for layers, those for linear ones, or none."""
-    vault = Vault(images, Budget(10.0), [Release("gradients", STEPS, task.share, 1e3)], device=device)
+    plan = Plan((Release("gradients", STEPS, task.share, 1e3),), Budget(10.0))
+    vault = Vault(images, plan, device=device)
     model = stacked(task.models) if task.by_class else task.models[0]
-    usual = Gradients._pays
+    usual = Call.pays
 
-    def pays(engine: Gradients, call: Call) -> bool:
-        return usual(engine, call) if rules == "all" else rules == "linear" == call.kind
+    def pays(call: Call, place: torch.device) -> bool:
+        return usual(call, place) if rules == "all" else rules == "linear" == call.kind
 
-    asked = {**task.options, **more}
+    asked = dict(task.options)
+    chosen = {"batch_size": asked.pop("at_once"), "record": False, **more}
+    performance = Performance(**chosen)
 
     def step() -> None:
-        with mock.patch.object(Gradients, "_pays", pays):
-            vault.gradient(model, task.loss, release="gradients", by_class=task.by_class, **asked)
+        with mock.patch.object(Call, "pays", pays):
+            vault.gradient(
+                model, task.loss, release="gradients", by_class=task.by_class, performance=performance, **asked
+            )
 
     return step
 
@@ -300,7 +305,7 @@ def steps(task: Task, images: ImageSet, options: argparse.Namespace) -> dict[str
         found["vault, recorded, bf16"] = private(task, images, device, record=True, precision=torch.bfloat16)
     if not options.quick:
         found["vault, linear"] = private(task, images, device, "linear")
-        found["vault, vmap"] = private(task, images, device, "none", at_once=options.vmap)
+        found["vault, vmap"] = private(task, images, device, "none", batch_size=options.vmap)
     if device != "cpu":
         found["not private, bf16"] = (side_by_side if task.by_class else plain)(task, half)
         found["vault, bf16"] = private(task, images, device, precision=torch.bfloat16)

@@ -1,20 +1,11 @@
 """Synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check."""
 
+from sfumato.certificate import Certificate, verify
 from sfumato.data import DataError, ImageSet, load_images, save_images
-from sfumato.engine import noise_multiplier
+from sfumato.engine import Vault, epsilon, noise_multiplier
 from sfumato.evaluate import evaluate
 from sfumato.methods.registry import create, list_methods, load
-from sfumato.privacy import (
-    Budget,
-    BudgetExceeded,
-    Certificate,
-    Ledger,
-    LedgerError,
-    Release,
-    Vault,
-    epsilon,
-    verify,
-)
+from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Plan, Release
 
 __version__ = "0.1.0"
 
@@ -26,6 +17,7 @@ __all__ = [
     "ImageSet",
     "Ledger",
     "LedgerError",
+    "Plan",
     "Release",
     "Vault",
     "create",

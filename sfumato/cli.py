@@ -20,11 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import sfumato as sf
+from sfumato.account import Account
 from sfumato.advice import warnings_for
+from sfumato.certificate import signing
 from sfumato.data import (
     DataError,
     DataWarning,
-    PublicFacts,
     contact_sheet,
     find_named,
     get_named,
@@ -50,8 +51,6 @@ from sfumato.printing import (
     promise,
     warn,
 )
-from sfumato.privacy import signing
-from sfumato.privacy.account import Account
 from sfumato.privacy.accounting import Release, bounds, least
 from sfumato.privacy.budget import Adjacency, Budget, Unit
 from sfumato.privacy.vault import MAX_PER_PERSON
@@ -104,6 +103,7 @@ Count = Annotated[
     int | None,
     typer.Option("--number", "-n", min=1, help="Synthetic images; all there are, where a method makes only a few."),
 ]
+FILES = (".npz", ".parquet")  # that samples are written to; else a folder
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -143,7 +143,7 @@ def plan(
     images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
     public = model.public_facts(images)
     planned, notes = model.plan(public), model.explain_plan(public)
-    advice = warnings_for(public, planned.budget)
+    advice = warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
     warn(advice)
     if public.unit == "person":
         notes = [*notes, f"at most {max_per_person} images of each person are used"]
@@ -192,7 +192,7 @@ def fit(
     check_output(target, resume)
     with _resumable(target):
         images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
-        _advise(model.public_facts(images), epsilon, delta, adjacency)
+        _advise(model, images, budget, resume)
         model.fit(
             images,
             run_dir=target,
@@ -229,18 +229,20 @@ def sample(
 ) -> None:
     """Draw synthetic images from a model, with a certificate that points to the run's; costs no privacy."""
     _check_key(sign)
+    target = target.resolve()
+    beside = target.with_name(f"{target.stem if target.suffix in FILES else target.name}.certificate.json")
+    if beside.exists() and not overwrite:
+        raise DataError(f"{beside} exists already; choose another name or pass --overwrite")
     model = sf.load(run, device=device)
     most = model.most(model.public_) or 1000 * len(model.public_.classes)
     number = number or min(1000, most // (len(model.public_.classes) if label else 1))
     images = model.sample(number, labels=label, seed=seed, **_assignments(params))
-    written = sf.save_images(images, target, overwrite=overwrite).resolve()
-    certificate = model.certificate_.derived(written.parent, [written.name])
-    certificate = certificate if sign is None else certificate.signed(sign)
-    stem = written.name if written.is_dir() else written.stem
-    beside = certificate.save(written.with_name(f"{stem}.certificate.json"))
+    sf.save_images(images, target, overwrite=overwrite)
+    certificate = model.certificate_.derived(target.parent, [target.name])
+    (certificate if sign is None else certificate.signed(sign)).save(beside)
     if as_json:
         return print_json({"out": str(target), "images": len(images), "certificate": str(beside)})
-    out.print(f"{len(images)} images in {escape(str(target))}, certificate in {escape(str(beside))}", soft_wrap=True)
+    out.print(f"{len(images)} images in {escape(str(target))}\ncertificate in {escape(str(beside))}", soft_wrap=True)
 
 
 @app.command(epilog="Example: sfumato synth scans/ --size 32 --epsilon 1 --out shared/ --test held-out/")
@@ -282,7 +284,7 @@ def synth(
     with _resumable(target):
         images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
         held_out = None if test is None else _load_like(test, images, "test", on_error)
-        _advise(model.public_facts(images), epsilon, delta, adjacency)
+        _advise(model, images, budget, resume)
         result = synthesize(
             model,
             images,
@@ -637,9 +639,13 @@ def _check_key(sign: Path | None) -> None:
         signing.sign("", sign)
 
 
-def _advise(public: PublicFacts, epsilon: float, delta: float, adjacency: str) -> None:
-    """Warn before anything is spent."""
-    warn(warnings_for(public, Budget(epsilon, delta, cast(Adjacency, adjacency), public.unit)))
+def _advise(model: Synthesizer, images: sf.ImageSet, budget: Path | None, resume: bool) -> None:
+    """Warn of unwise settings, and refuse what the data set's budget does not allow, before anything is spent."""
+    public = model.public_facts(images)
+    warn(warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit)))
+    refusal = None if budget is None or resume else Account(budget).refusal(model.plan(public))
+    if refusal is not None:
+        raise sf.BudgetExceeded(refusal)
 
 
 @contextmanager

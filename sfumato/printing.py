@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import sfumato as sf
+from sfumato.account import Account
+from sfumato.certificate import Verification
 from sfumato.data import PublicFacts
 from sfumato.evaluate import Detection, summary
-from sfumato.privacy.account import Account
 from sfumato.privacy.accounting import Plan
-from sfumato.privacy.certificate import Verification
 from sfumato.synth import Synthesis
 
 out = Console()
@@ -35,7 +35,7 @@ def promise(certificate: sf.Certificate) -> str:
 
 
 def plan_dict(planned: Plan) -> dict[str, Any]:
-    releases = [release.to_dict() for release in planned.releases]
+    releases = [asdict(release) for release in planned.releases]
     budget = planned.budget
     return {
         "releases": releases,

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sfumato.certificate import Certificate
 from sfumato.data import DataError, ImageSet, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import replacing
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
 from sfumato.evaluate.classifiers import Recipe
 from sfumato.methods.base import Synthesizer, started
 from sfumato.methods.registry import load
-from sfumato.privacy import Certificate
 from sfumato.privacy.vault import MAX_PER_PERSON
 
 NUMBER = 10_000  # images, when nobody says how many

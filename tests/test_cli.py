@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import sfumato as sf
@@ -18,6 +21,7 @@ from sfumato import cli
 from sfumato.data import ImageSet, save_images
 from sfumato.evaluate import PROFILES, Recipe
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
 QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "--device", "cpu"]
 
 
@@ -43,10 +47,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, few_digits: ImageSet) -> Pa
 
 
 @pytest.fixture(scope="module")
-def synthetic(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+def held_out(tmp_path_factory: pytest.TempPathFactory, digits: ImageSet) -> Path:
+    """Other images of the same classes, to test on."""
+    assert digits.labels is not None
+    index = torch.cat([(digits.labels == c).nonzero()[40:52, 0] for c in range(4)])
+    images = ImageSet(digits.images[index], digits.labels[index], ("zéro", "le un", "two", "three"))
+    return save_images(images, tmp_path_factory.mktemp("public") / "test")
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory, folder: Path, held_out: Path) -> Path:
     target = tmp_path_factory.mktemp("out") / "shared"
     # One class has one image: with more noise its number could become none.
-    command = [sys.executable, "-m", "sfumato", "synth", folder, "--epsilon", "500", "-n", "40", "--test", folder]
+    command = [sys.executable, "-m", "sfumato", "synth", folder, "--epsilon", "500", "-n", "40", "--test", held_out]
+    command += ["--issuer", "the clinic", "--subject", "scans [2025]", "--method", "dp-merf"]
     subprocess.run([*map(str, [*command, *QUICK]), "--out", str(target)], check=True, capture_output=True)
     return target
 
@@ -72,30 +86,58 @@ def test_synth_fills_its_folder(synthetic: Path, run: Any) -> None:
         assert min(picture.size) > 100
     status, out, _ = run("verify", synthetic / "certificate.json")
     assert status == 0
-    assert "holds" in out
-    assert run("verify", synthetic, "--json")[0] == 0
+    for part in (
+        "holds",
+        "the clinic",
+        "scans [2025]",
+        "one image",
+        "add-remove",
+        "1e-05",
+        "images.npz",
+        "config.json",
+    ):
+        assert part in out
+    assert "unsigned: anybody could have made it" in out
+    status, out, _ = run("verify", synthetic, "--json")
+    assert status == 0
+    content = json.loads(out)
+    assert content["ok"] is True
+    assert content["unit"] == "image"
+    assert content["missing"] == content["uncovered"] == []
 
 
 def test_sampling_goes_on_for_ever(synthetic: Path, tmp_path: Path, run: Any) -> None:
-    for target in ("more.npz", "more.parquet", "more"):
+    for target in ("a.npz", "b.parquet", "more"):
         status, out, _ = run("sample", synthetic, "-n", "25", "--out", tmp_path / target, "--json")
         assert status == 0
         assert json.loads(out)["images"] == 25
         assert len(sf.load_images(tmp_path / target)) == 25
-    status, _, err = run("sample", synthetic, "-n", "5", "--out", tmp_path / "more.npz")
-    assert status == 1
-    assert "exists already" in err
+        certificate = tmp_path / f"{Path(target).stem}.certificate.json"
+        assert json.loads(out)["certificate"] == str(certificate)
+        status, out, _ = run("verify", certificate, "--json")
+        assert status == 0
+        assert target in json.loads(out)["checked"]
+        pinned = json.loads((synthetic / "certificate.json").read_text())["digest"]
+        assert json.loads(certificate.read_text())["derived_from"] == pinned
+    for target in ("a.npz", "a.parquet"):  # the second would replace the first one's certificate
+        status, _, err = run("sample", synthetic, "-n", "5", "--out", tmp_path / target)
+        assert status == 1
+        assert "exists already" in err
+    assert run("sample", synthetic, "-n", "5", "--out", tmp_path / "a.npz", "--overwrite")[0] == 0
+    assert run("verify", tmp_path / "a.certificate.json")[0] == 0
+    (tmp_path / "a.npz").write_bytes(b"raw")
+    assert run("verify", tmp_path / "a.certificate.json")[0] == 1
     status, _, err = run("sample", synthetic, "-n", "5", "--label", "two", "--out", tmp_path / "two.npz")
     assert set(np.load(tmp_path / "two.npz")["labels"]) == {2}
     assert run("sample", synthetic, "--label", "five", "--out", tmp_path / "five.npz")[0] == 2
 
 
 def test_evaluate_compares_sets_in_one_table(
-    synthetic: Path, folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+    synthetic: Path, folder: Path, held_out: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = PROFILES["quick"]
     monkeypatch.setitem(PROFILES, "quick", replace(quick, classifiers=("logistic", "small_cnn"), recipe=Recipe(1)))
-    options = ["--test", folder, "--network", "none", "--device", "cpu"]
+    options = ["--test", held_out, "--network", "none", "--device", "cpu"]
     status, out, err = run("evaluate", synthetic, synthetic / "images", *options, "--out", tmp_path / "all.json")
     assert status == 0, err
     assert "logistic" in out
@@ -111,6 +153,7 @@ def test_evaluate_compares_sets_in_one_table(
     assert "distance" not in out
     assert (tmp_path / "one" / "private" / "neighbours.png").exists()
     for bad, message in (
+        (["evaluate", synthetic, *options, "--train", held_out], "private"),
         (["evaluate", synthetic, "--test", "digits", "--network", "none"], "classes"),
         (["evaluate", synthetic, *options, "--profile", "fast"], "no profile"),
         (["evaluate", tmp_path / "absent", *options], "does not exist"),
@@ -139,7 +182,7 @@ def test_soft_labels_are_written_where_a_file_can_hold_them(folder: Path, tmp_pa
         images = sf.load_images(tmp_path / target)
         assert images.soft_labels is not None
         assert images.soft_labels.shape == (len(images), 4)
-    status, _, err = run("sample", tmp_path / "run", "-n", "5", "--out", tmp_path / "more")
+    status, _, err = run("sample", tmp_path / "run", "-n", "5", "--out", tmp_path / "soft")
     assert status == 1
     assert "cannot hold soft labels" in err
     assert run("sample", tmp_path / "run", "-n", "5", "--out", tmp_path / "hard", "--set=soft_labels=false")[0] == 0
@@ -151,8 +194,161 @@ def test_an_edited_certificate_fails(synthetic: Path, tmp_path: Path, run: Any) 
     (tmp_path / "certificate.json").write_text(json.dumps(content))
     status, out, _ = run("verify", tmp_path / "certificate.json")
     assert status == 1
-    assert "epsilon" in out
+    assert "edited" in out
+    assert "epsilon: 0.1" in out
     assert run("verify", tmp_path / "absent.json")[0] == 1
+
+
+def test_verify_is_strict_where_it_is_asked(synthetic: Path, tmp_path: Path, run: Any) -> None:
+    assert run("verify", synthetic, "--max-epsilon", "1000", "--max-delta", "1e-5")[0] == 0
+    for option, value in (("--max-epsilon", "1"), ("--max-delta", "1e-6"), ("--signed-by", tmp_path / "absent.pub")):
+        status, out, _ = run("verify", synthetic, option, value)
+        assert status == 1
+        assert "does not hold" in out
+    (tmp_path / "certificate.json").write_bytes((synthetic / "certificate.json").read_bytes())
+    (tmp_path / "raw.npz").write_bytes(b"x")
+    status, out, _ = run("verify", tmp_path)
+    assert status == 0
+    assert "none of the" in out
+    assert "raw.npz" in out
+
+
+def test_no_guarantee_fails(folder: Path, tmp_path: Path, run: Any) -> None:
+    status, out, err = run("fit", folder, "--epsilon", "inf", "--out", tmp_path / "run", "--method", "dp-merf", *QUICK)
+    assert status == 0
+    assert "guarantee: none" in out
+    assert "warning" in err
+    status, out, _ = run("verify", tmp_path / "run")
+    assert status == 1
+    assert "nothing is protected" in out
+    assert json.loads(run("verify", tmp_path / "run", "--json")[1])["ok"] is False
+    status, out, _ = run("verify", tmp_path / "run", "--allow-none")
+    assert status == 0
+    assert "holds" not in out
+
+
+def test_a_strangers_text_cannot_draw_on_the_terminal(synthetic: Path, tmp_path: Path, run: Any) -> None:
+    certificate = sf.Certificate.load(synthetic / "certificate.json")
+    replace(certificate, issuer="\x1b[2J[green]holds[/green]", outputs={}).save(tmp_path / "certificate.json")
+    status, out, _ = run("verify", tmp_path)
+    assert status == 0
+    assert "\x1b[2J" not in out
+    assert "[green]holds[/green]" in out
+
+
+def test_a_signed_certificate(folder: Path, tmp_path: Path, run: Any) -> None:
+    key, target = tmp_path / "clinic.key", tmp_path / "run"
+    status, out, _ = run("key", "new", key)
+    assert status == 0
+    assert "ed25519:" in out
+    assert run("key", "new", key)[0] == 1
+    options = ["--method", "dp-merf", *QUICK, "--epsilon", "5"]
+    status, _, err = run("synth", folder, "--out", tmp_path / "x", *options, "--sign", f"{key}.pub")
+    assert status == 2
+    assert "public key" in err
+    assert not (tmp_path / "x" / "ledger.jsonl").exists()
+    assert run("fit", folder, "--out", target, *options, "--sign", key, "--issuer", "clinic")[0] == 0
+    status, out, _ = run("verify", target, "--signed-by", f"{key}.pub")
+    assert status == 0
+    assert "ed25519:" in out
+    assert "unsigned" not in out
+    run("sample", target, "-n", "5", "--out", tmp_path / "more.npz", "--sign", key)
+    assert run("verify", tmp_path / "more.certificate.json", "--signed-by", f"{key}.pub")[0] == 0
+    run("key", "new", tmp_path / "other.key")
+    status, out, _ = run("verify", target, "--signed-by", tmp_path / "other.key.pub")
+    assert status == 1
+    assert "another key" in out
+
+
+def test_one_budget_over_many_runs(folder: Path, tmp_path: Path, run: Any) -> None:
+    path = tmp_path / "hospital.budget"
+    status, out, _ = run("budget", "open", path, "--epsilon", "3", "--delta", "1e-5", "--note", "scans")
+    assert status == 0
+    assert "one image" in out
+    assert run("budget", "open", path, "--epsilon", "9")[0] == 1
+    options = ["--method", "dp-merf", "--budget", path]
+    status, out, _ = run("plan", folder, *options, "--epsilon", "2")
+    assert "fits into" in out
+    assert "one image" in out
+    assert run("fit", folder, *options, *QUICK, "--epsilon", "2", "--out", tmp_path / "a")[0] == 0
+    assert run("synth", folder, *options, *QUICK, "--epsilon", "1", "-n", "20", "--out", tmp_path / "b")[0] == 0
+    assert json.loads((tmp_path / "b" / "certificate.json").read_text())["account"] == "hospital.budget"
+    status, out, _ = run("plan", folder, *options, "--epsilon", "2", "--json")
+    assert json.loads(out)["fits"] is False
+    status, out, err = run("fit", folder, *options, *QUICK, "--epsilon", "2", "--out", tmp_path / "c")
+    assert status == 1
+    for part in ("is reserved (2 runs)", "asks for 2", "is left"):
+        assert part in err
+    assert not (tmp_path / "c" / "ledger.jsonl").exists()
+    status, out, _ = run("budget", "show", path, "--json")
+    content = json.loads(out)
+    assert [round(line["epsilon"], 2) for line in content["runs"]] == [2, 1]
+    assert 2 < content["spent"] <= 3
+    status, out, _ = run("budget", "show", path)
+    assert "dp-merf" in out
+    assert "room for one more" in out
+    assert run("budget", "show", tmp_path / "absent.budget")[0] == 1
+    persons = tmp_path / "persons.budget"
+    run("budget", "open", persons, "--epsilon", "3", "--unit", "person")
+    status, _, err = run("fit", folder, "--method", "dp-merf", "--budget", persons, "--out", tmp_path / "d", *QUICK)
+    assert status == 1
+    assert "one person" in err
+
+
+def test_a_private_image_is_never_measured(folder: Path, held_out: Path, tmp_path: Path, run: Any) -> None:
+    """The same folder, the same folder by another name, and a test folder with one private image."""
+    mixed = tmp_path / "mixed"
+    shutil.copytree(held_out, mixed)
+    private = next((folder / "two").glob("*.png"))
+    shutil.copy(private, mixed / "two" / "zz.png")
+    (tmp_path / "link").symlink_to(folder)
+    for number, test in enumerate((folder, tmp_path / "link", mixed)):
+        target = tmp_path / f"out-{number}"
+        options = ["--method", "dp-merf", *QUICK, "--out", target]
+        status, _, err = run("synth", folder, "--test", test, *options)
+        assert status == 1
+        assert "private" in err
+        assert not (target / "ledger.jsonl").exists()
+    status, _, err = run("synth", "digits", "--split", "test", "--test", "digits", "--out", tmp_path / "x", *QUICK)
+    assert status == 1
+    assert "private set itself" in err
+
+
+def test_persons_are_the_unit_if_asked(folder: Path, tmp_path: Path, run: Any) -> None:
+    options = ["--method", "dp-merf", "--person", "regex:([0-9]+)[.]png$"]
+    status, out, err = run("plan", folder, *options, "--max-per-person", "7")
+    assert status == 0, err
+    assert "one person" in out
+    assert "at most 7 images of each person" in out
+    options += ["--max-per-person", "7", "--epsilon", "5"]
+    status, out, err = run("fit", folder, *options, *QUICK, "--out", tmp_path / "run")
+    assert status == 0, err
+    assert "one person" in out
+    status, out, _ = run("verify", tmp_path / "run")
+    assert status == 0
+    assert "one person" in out
+
+
+def test_classes_are_declared(tmp_path: Path, run: Any, few_digits: ImageSet) -> None:
+    assert few_digits.labels is not None
+    np.savez(tmp_path / "x.npz", images=few_digits.images.numpy(), labels=few_digits.labels.numpy())
+    status, _, err = run("plan", tmp_path / "x.npz", "--method", "dp-merf")
+    assert status == 1
+    assert "--classes" in err
+    for declared, names in (("5", ["0", "1", "2", "3", "4"]), ("a, b,c,d", ["a", "b", "c", "d"])):
+        status, out, err = run("plan", tmp_path / "x.npz", "--method", "dp-merf", "--classes", declared, "--json")
+        assert status == 0, err
+        assert json.loads(out)["classes"] == names
+
+
+def test_unwise_settings_are_warned_of_before_anything_is_spent(folder: Path, tmp_path: Path, run: Any) -> None:
+    options = ["--method", "dp-merf", "--epsilon", "30", "--delta", "0.01", "--set", "public_size=True"]
+    for command in (["plan", folder], ["fit", folder, "--out", tmp_path / "run", *QUICK]):
+        status, _, err = run(*command, *options)
+        assert status == 0
+        for part in ("warning", "epsilon 30", "1/n", "fewer than 100", "fewer than 20 images in three"):
+            assert part in err
+    assert "Class sizes" in run("verify", tmp_path / "run")[1]
 
 
 def test_plan_spends_nothing(folder: Path, run: Any) -> None:
@@ -242,6 +438,7 @@ def test_sampling_options_are_those_of_the_method(flow_run: Path, synthetic: Pat
 
 
 COMMANDS = ["methods", "plan", "fit", "sample", "synth", "evaluate", "ood", "account", "verify", "data", "demo"]
+COMMANDS += ["key", "budget"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -269,6 +466,11 @@ BAD: list[tuple[list[str], int, str]] = [
     (["synth", "DATA", "--out", "FILE/sub"], 1, "cannot be written"),
     (["synth", "DATA", "--out", "FULL"], 1, "not empty"),
     (["synth", "DATA", "--out", "OUT", "--test", "digits"], 1, "classes"),
+    (["synth", "DATA", "--out", "OUT", "--test", "DATA"], 1, "private"),
+    (["synth", "DATA", "--out", "OUT", "--budget", "absent.budget"], 1, "budget open"),
+    (["synth", "DATA", "--out", "OUT", "--sign", "absent.key"], 1, "absent.key"),
+    (["budget", "open", "OUT.budget", "--epsilon", "inf"], 2, "several runs"),
+    (["budget", "open", "OUT.budget", "--epsilon", "1", "--unit", "house"], 2, "unit must be one of"),
     (["sample", "FULL", "--out", "OUT"], 1, "holds no finished model"),
     (["account", "--epsilon", "1", "-s", "1"], 2, "one of the two"),
     (["account", "-s", "1", "--sampling-prob", "2"], 2, "sampling_prob"),
@@ -307,7 +509,8 @@ def test_an_interrupted_run_can_be_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(MeanEmbedding, "_fit_generator", interrupt)
         status, _, err = run("fit", folder, "--out", target, *QUICK)
-    assert status == 1
+    assert status == 130
+    assert f"sfumato fit {shlex.quote(str(folder))} --out {target}" in err
     assert "--resume" in err
     charges = (target / "ledger.jsonl").read_text().count('"charge"')
     assert charges == 2

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.privacy import Release, Vault
+from sfumato.engine import Vault
+from sfumato.privacy import Release
 
 WIDTHS = (32, 64, 128)
 BOUND, RATE, MOMENTUM = 1.0, 0.5, 0.9

@@ -10,7 +10,18 @@ from functools import lru_cache
 import dp_accounting
 from scipy.optimize import brentq
 
-from sfumato.privacy.accounting import LEAST_NOISE, MOST_NOISE, Plan, Release, search_bound
+from sfumato.privacy.accounting import (
+    LEAST_NOISE,
+    MOST_NOISE,
+    Plan,
+    Release,
+    bounds,
+    by_pld,
+    by_rdp,
+    least,
+    merged,
+    quiet,
+)
 from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 
 SEARCH_TOLERANCE = 1e-4  # of calibrated noise, relative; always on the safe side
@@ -33,7 +44,7 @@ def _calibrated(releases: tuple[Release, ...], budget: Budget) -> Plan:
 
     def excess(log_scale: float) -> float:
         """Return log(epsilon / budget) by the tightest bound."""
-        value = search_bound(_scaled(releases, math.exp(log_scale)), budget.delta, budget.adjacency)
+        value = _tightest(_scaled(releases, math.exp(log_scale)), budget.delta, budget.adjacency)
         return math.log(max(value, 1e-12) / (budget.epsilon * (1 - HEADROOM)))
 
     low, high = _bracket(excess, _guess(releases, budget), fixed)
@@ -41,6 +52,19 @@ def _calibrated(releases: tuple[Release, ...], budget: Budget) -> Plan:
     while not excess(log_scale) <= 0:
         log_scale += SEARCH_TOLERANCE / 4
     return Plan(_scaled(releases, math.exp(log_scale)), budget)
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    sampling_prob: float = 1.0,
+    steps: int = 1,
+    delta: float = 1e-5,
+    adjacency: Adjacency = "add-remove",
+) -> float:
+    """Return the epsilon of `steps` Gaussian sums over Poisson samples."""
+    budget = Budget(math.inf, delta, adjacency)
+    return least(bounds([Release("sum", steps, sampling_prob, noise_multiplier)], budget.delta, budget.adjacency))
 
 
 def noise_multiplier(
@@ -87,3 +111,11 @@ def _bracket(excess: Callable[[float], float], start: float, fixed: Sequence[Rel
     raise ValueError(
         "no noise multiplier between 1e-3 and 1e9 meets this budget; a larger delta or fewer steps may help"
     )
+
+
+def _tightest(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> float:
+    """Return the tightest bound alone, for a search; RDP only where PLD cannot reach so small a delta."""
+    full, sampled = merged(releases, adjacency)
+    with quiet():
+        value = by_pld(full, sampled, delta, adjacency) if sampled else dp_accounting.get_epsilon_gaussian(full, delta)
+        return by_rdp(full, sampled, delta) if math.isinf(value) and adjacency == "add-remove" else float(value)

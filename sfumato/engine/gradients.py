@@ -7,8 +7,9 @@ differentiation gives, and is faster. All other parameters are differentiated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import nn
 from torch.func import functional_call, vjp
 
 from sfumato.engine.layers import Call, Part, Taps, added, assembled, by_rule, whole
+from sfumato.privacy.clipping import Groups
 from sfumato.privacy.tracing import same_rows
-from sfumato.privacy.vault import Differentiated
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -26,6 +27,20 @@ LEAST_BOUND, MOST_BOUND = 1e-9, 1e9  # squares of what matters then fit into flo
 STIR = 0.02
 RULE_MARGIN = 1e-2  # relative, between a layer's gradient by its rule and by differentiation (in TF32, maybe)
 ROUNDING = 1e-6  # of the whole gradient: a parameter's may be zero but for that
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A loss as a function of one record: whatever it gives, the vault traces and clips it.
+
+    - function: of parameters and buffers by name, and a record's image, label, normals, to pieces.
+    - groups: bounds, and the pieces that are clipped to each.
+    - assemble: from the noised sum, [lanes, numbers], to gradients by name.
+    """
+
+    function: Callable[..., Any]
+    groups: Groups
+    assemble: Callable[[torch.Tensor], Tensors]
 
 
 def differentiate(
@@ -137,7 +152,7 @@ class _Whole(nn.Module):
 
 def _check_row_wise(one: _OneRecord, state: Tensors, tried: Sequence[torch.Tensor]) -> None:
     """Tell an author whose loss mixes the images of a batch; gradients are taken one by one anyway."""
-    with torch.no_grad(), _frozen_randomness():
+    with torch.no_grad(), torch.random.fork_rng():  # a loss that draws is refused when it is traced
         seen = [
             torch.cat(parts) for parts in zip(*(one.views(record) for record in zip(*tried, strict=True)), strict=True)
         ]
@@ -149,13 +164,6 @@ def _check_row_wise(one: _OneRecord, state: Tensors, tried: Sequence[torch.Tenso
         )
     message = "this loss mixes the images of a batch: alone, an image has another loss"
     same_rows(torch.cat(alone), together, message)
-
-
-@contextmanager
-def _frozen_randomness() -> Iterator[None]:
-    """Leave the user's random state as it was: a loss that draws is refused when it is traced."""
-    with torch.random.fork_rng():
-        yield
 
 
 def _rules(one: _OneRecord, state: Tensors, record: Sequence[torch.Tensor]) -> tuple[Call, ...]:

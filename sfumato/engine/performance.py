@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sfumato.engine.gradients import differentiate
+from sfumato.engine.gradients import Differentiated, differentiate
 from sfumato.engine.recording import Recorded
-from sfumato.privacy.vault import Differentiated
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,9 @@ class Recorded:
 
     def _replay(self, *inputs: torch.Tensor) -> torch.Tensor:
         assert self._graph is not None
-        for mine, given in zip(self._inputs, inputs, strict=True):
-            if mine.shape != given.shape:
-                raise RuntimeError("a recording is for batches of one shape")
-            mine.copy_(given)
+        if any(mine.shape != given.shape for mine, given in zip(self._inputs, inputs, strict=True)):
+            raise RuntimeError("a recording is for batches of one shape")
+        torch._foreach_copy_(self._inputs, list(inputs))
         self._graph.replay()
         return self._result.clone()
 

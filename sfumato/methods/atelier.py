@@ -36,12 +36,12 @@ from torch.nn import functional
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.encoders import load_perceptual
 from sfumato.encoders.autoencoder import load_autoencoder
-from sfumato.engine import Performance
+from sfumato.engine import Performance, Vault
 from sfumato.methods.dp_kernel import KernelGenerator
 from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, scaled_maps, untaught
 from sfumato.nets.augmentation import moved
 from sfumato.nets.generator import parts
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 Look = Callable[[torch.Tensor], torch.Tensor]
 DISAGREEMENT = ("relabel", "drop", "keep")

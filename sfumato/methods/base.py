@@ -7,7 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,11 +15,14 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors.torch import load_file, save_file
 
+from sfumato.account import Account
+from sfumato.certificate import Certificate
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
-from sfumato.engine import Performance, calibrate
+from sfumato.engine import Performance, Vault, calibrate
+from sfumato.keeping import Kept
 from sfumato.methods.checkpoints import Checkpoints, remove_checkpoint
-from sfumato.privacy import Account, Budget, BudgetExceeded, Certificate, Ledger, Plan, Release, Vault
+from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.budget import Adjacency, Unit
 from sfumato.privacy.vault import MAX_PER_PERSON
 
@@ -177,13 +180,14 @@ class Synthesizer(ABC):
                 raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # nothing of an earlier fit may meet this one's certificate
-        with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger:
+        with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger, ExitStack() as stack:
+            kept = None if folder is None else stack.enter_context(closing(Kept(folder, ledger)))
             vault = self.vault_type(
                 images,
                 plan,
                 ledger=ledger,
                 facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(facts)},
-                folder=folder,
+                kept=kept,
                 account=account,
                 device=self.torch_device,
                 secure=self.secure,
@@ -195,7 +199,6 @@ class Synthesizer(ABC):
                 self._fit(vault, public)
             finally:
                 del self._checkpoints
-                vault.close()
             return Certificate.from_ledger(ledger, claimed=self.claimed)
 
     def most(self, public: PublicFacts) -> int | None:  # noqa: ARG002

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
+from sfumato.certificate.statement import rounded_up
 from sfumato.data import ImageSet
-from sfumato.engine import Performance
+from sfumato.engine import Performance, Vault
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import load
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 from sfumato.privacy.budget import ADJACENCIES
-from sfumato.privacy.certificate import rounded_up
 
 FAILURE = 1e-9  # chance that a sound method fails a noise test
 RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
@@ -53,7 +53,6 @@ class Answer:
     exact: torch.Tensor
     radius: float
     noised: torch.Tensor
-    shares: list[float] | None
 
 
 @dataclass
@@ -69,7 +68,6 @@ class Tape:
     present: bool = True
     replay: list[Answer] | None = None
     answers: list[Answer] = field(default_factory=list)
-    shares: list[float] | None = None  # of the query under way
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthe
         raise UnsoundError("the number or order of queries depends on a single record")
     for a, b in zip(recorded, replayed, strict=True):
         name = a.release.name
-        if (a.release, a.radius, a.exact.shape, a.shares) != (b.release, b.radius, b.exact.shape, b.shares):
+        if (a.release, a.radius, a.exact.shape) != (b.release, b.radius, b.exact.shape):
             raise UnsoundError(f"release {name!r}: its noise, bound, shape or sampling depends on a single record")
         allowed = a.radius * a.release.shift(model.adjacency) * (1 + SLACK)
         moved = float((a.exact.double() - b.exact.double()).norm())
@@ -262,7 +260,7 @@ def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None
 
 def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[Vault]) -> Run:
     model.vault_type = _recorder(tape, base)  # type: ignore[misc]
-    same_time = mock.patch("sfumato.privacy.certificate._now", return_value="2000-01-01T00:00:00+00:00")
+    same_time = mock.patch("sfumato.certificate.issue._now", return_value="2000-01-01T00:00:00+00:00")
     with tempfile.TemporaryDirectory() as name, io.StringIO() as text, same_time:
         with redirect_stdout(text), redirect_stderr(text):
             model.fit(images, run_dir=Path(name) / "run")
@@ -286,18 +284,14 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
         def _new_run(self) -> str:
             return "check"
 
-        def _drawn(self, release: Release, shares: list[float] | None) -> torch.Tensor:
+        def _drawn(self, release: Release) -> torch.Tensor:
             """The same units in both runs, and the one that differs in every sample: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))
             chance = torch.rand(self._units + (not tape.present), generator=generator)
             chance[tape.place] = 0
             if not tape.present:
                 chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
-            tape.shares = shares
-            most = release.sampling_prob if shares is None else max(shares)
-            if most > release.sampling_prob:
-                raise UnsoundError(f"release {release.name!r}: a class is drawn with {most}, more than is charged")
-            drawn: torch.Tensor = self._chosen[(chance < most)[self._unit_of[self._chosen]]]
+            drawn: torch.Tensor = self._chosen[(chance < release.sampling_prob)[self._unit_of[self._chosen]]]
             return drawn
 
         def _normals(self, index: torch.Tensor, count: int) -> torch.Tensor:
@@ -312,7 +306,7 @@ def _recorder(tape: Tape, base: type[Vault]) -> type[Vault]:
             if self.ledger.charged(release.name) < asked:
                 raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger")
             noised: torch.Tensor = super()._noised(release, exact, radius, secure)
-            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone(), tape.shares))
+            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone()))
             if tape.replay is None:
                 return noised
             recorded = tape.replay[len(tape.answers) - 1 :][:1]

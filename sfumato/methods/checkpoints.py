@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from sfumato.privacy import Vault
-from sfumato.privacy.keeping import LOG
+from sfumato.engine import Vault
+from sfumato.keeping import LOG
 from sfumato.privacy.ledger import flush_folder
 from sfumato.progress import bar
 

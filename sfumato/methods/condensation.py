@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.augmentation import Augmentation, draw_augmentation
 from sfumato.nets.graph import Graph
 from sfumato.nets.random_convnet import WIDTH, draw_networks, embed
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 BLOCK = 100  # iterations whose networks are drawn at once
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together: they need less accuracy
@@ -73,9 +74,9 @@ class Condenser(Synthesizer):
 class PrivateCondenser(Condenser):
     """Noisy class sums over Poisson samples.
 
-    sampling_prob: q, for all classes. group_size: the paper's L, the expected number of images of each class in a
-    sample, in place of q; it needs sizes that are declared public. noise_multiplier: the paper's sigma over the bound;
-    without it noise is calibrated to epsilon, with it epsilon is a limit that the plan must keep.
+    sampling_prob: q, for all classes. group_size: the paper's L, the expected number of images of the smallest class in
+    a sample, in place of q; it needs sizes that are declared public. noise_multiplier: the paper's sigma over the
+    bound; without it noise is calibrated to epsilon, with it epsilon is a limit that the plan must keep.
     """
 
     sampling_prob: float = 0.02
@@ -96,28 +97,29 @@ class PrivateCondenser(Condenser):
         return super().validate()
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        q, times = max(self._shares(public)), self._times(public)
+        q, times = self._probability(public), self._times(public)
         # All sums together are about as precise as one over all the data with a noise of 1 / (q sqrt(times)).
         weight = COUNTS_WEIGHT / (q * math.sqrt(times))
         counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
         return [*counts, Release("sums", times, q, self.noise_multiplier)]
 
-    def _shares(self, public: PublicFacts) -> list[float]:
-        """q for each class."""
-        if self.group_size is None:
-            return [self.sampling_prob] * len(public.classes)
+    def _probability(self, public: PublicFacts) -> float:
+        """q; with `group_size`, that of the smallest class, which is what the others are charged for anyway."""
+        return self.sampling_prob if self.group_size is None else min(1.0, self.group_size / self._smallest(public))
+
+    def _smallest(self, public: PublicFacts) -> float:
+        """Images of the smallest class."""
         if not public.sizes:
             raise DataError(
                 "group_size divides by the sizes of classes, and these are private: declare them public "
                 "(public_size=true), or give sampling_prob instead"
             )
-        return [min(1.0, self.group_size / max(size, 1)) for size in public.sizes]
+        return max(min(public.sizes), 1)
 
     def _expected(self, vault: Vault, public: PublicFacts) -> torch.Tensor:
         """Expected number of images of each class in a sample, [classes, 1]."""
         counts = torch.tensor(public.sizes, device=vault.device) if public.sizes else vault.counts()
-        shares = torch.tensor(self._shares(public), device=vault.device)
-        return (shares * counts.clamp_min(1))[:, None].float()
+        return (self._probability(public) * counts.clamp_min(1))[:, None].float()
 
 
 class Views:

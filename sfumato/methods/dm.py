@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.condensation import Condenser, Matcher, View, Views
 from sfumato.nets.random_convnet import WIDTH
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 CHUNK, DEVICE_CHUNK = 500, 4000  # images in a forward, on a CPU and on an accelerator
 

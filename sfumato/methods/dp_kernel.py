@@ -34,12 +34,12 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import Perceptual, load_perceptual
 from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders.autoencoder import REACH, load_autoencoder, maps_shape
-from sfumato.engine import calibrate
+from sfumato.engine import Vault, calibrate
 from sfumato.functional import Frequencies, Gaussian, Part, Points, Windowed
 from sfumato.methods.generating import GeneratorMethod, Latent, Training, warm_cosine
 from sfumato.methods.seeing import Encoded, Maps, Taught, Vectors, scaled_maps, untaught
 from sfumato.nets.graph import Graph
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together
 LARGEST_SIDE = 64  # of what is painted: larger images go through an autoencoder

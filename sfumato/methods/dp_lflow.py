@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.engine import Performance
+from sfumato.engine import Performance, Vault
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.autoencoder import Decoder, Encoder
@@ -45,7 +45,7 @@ from sfumato.nets.flow import RealNVP
 from sfumato.nets.graph import Alone, Graph
 from sfumato.nets.pictures import random_pictures
 from sfumato.nets.stacked import one, stacked, together
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 LESSON_BATCH, LESSON_RATE = 128, 2e-3
 LESSON_EMA = 0.998  # average of the weights over lessons

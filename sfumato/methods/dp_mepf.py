@@ -34,10 +34,11 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.encoders import load_perceptual
 from sfumato.encoders.private import FACTS, PrivateEncoder
 from sfumato.encoders.scattering import Scattering
+from sfumato.engine import Vault
 from sfumato.methods.generating import GeneratorMethod, Training, warm_cosine
 from sfumato.nets.graph import Graph
 from sfumato.nets.moments import class_means, moment
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of a moment
 STOPPING = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop

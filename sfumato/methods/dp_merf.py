@@ -24,10 +24,11 @@ from typing import Any, ClassVar
 import torch
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.engine import Vault
 from sfumato.functional import Windowed
 from sfumato.methods.generating import GeneratorMethod, warm_cosine
 from sfumato.nets.generator import refresh_batch_norm
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of the sums: they need less accuracy, and cost 3 % of it
 CORRELATION_LENGTH = 0.25  # of the public image model, in image sides

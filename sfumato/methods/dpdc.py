@@ -11,8 +11,8 @@ Released: M (ldpdc) or I (ndpdc) noisy class sums over Poisson samples; noisy cl
 Public: image shape, class names; networks and augmentations, which are drawn from the user's seed.
 Events: Gaussian sums over Poisson samples with probability q, composed by PLD; classes are blocks of one vector.
 
-q is chosen, or computed as L / N_c from sizes that are declared public (`group_size`, `public_size`); then each class
-has a q of its own and the largest is accounted. Counts that are released only scale.
+q is chosen, or computed as L / N_c for the smallest class from sizes that are declared public (`group_size`,
+`public_size`). (The paper has a q of its own for each class and pays for the largest.) Released counts only scale.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 from torch.nn import functional
 
 from sfumato.data import PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.condensation import Matcher, PrivateCondenser, View, Views
 from sfumato.nets.random_convnet import WIDTH
-from sfumato.privacy import Vault
 
 GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
 
@@ -50,11 +50,11 @@ class LinearCondenser(PrivateCondenser):
         return self.images_per_class
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        expected, shares = self._expected(vault, public), self._shares(public)
+        expected = self._expected(vault, public)
         bound = math.sqrt(math.prod(public.shape))  # of pixels in [-1, 1]
         sums = torch.zeros(self.images_per_class, len(public.classes), math.prod(public.shape), device=expected.device)
         for number in self._checkpoints.loop("averages", self.images_per_class, sums=sums):
-            sums[number] = vault.sum(_pixels, release="sums", bound=bound, by_class=True, sampling_prob=shares)
+            sums[number] = vault.sum(_pixels, release="sums", bound=bound, by_class=True)
         images = (sums / expected).transpose(0, 1).reshape(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
@@ -100,7 +100,7 @@ class NonlinearCondenser(PrivateCondenser):
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        expected, shares = self._expected(vault, public), self._shares(public)
+        expected = self._expected(vault, public)
         views = Views(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
         matcher = Matcher(
             public,
@@ -127,7 +127,6 @@ class NonlinearCondenser(PrivateCondenser):
                 by_class=True,
                 with_labels=True,
                 constants=[means, *view.tensors()],
-                sampling_prob=shares,
             )
             found = sums / (expected * self.bound)
             matcher.pull(view, found if self.residual else found - means)

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from sfumato.data import PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.condensation import PrivateCondenser
-from sfumato.privacy import Vault
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,12 +42,10 @@ class Mixer(PrivateCondenser):
     def _times(self, public: PublicFacts) -> int:
         return self.images_per_class * len(public.classes)
 
-    def _shares(self, public: PublicFacts) -> list[float]:
-        """The same q for all classes: a mixture is of all of them."""
-        shares = super()._shares(public)
-        if self.group_size is not None and public.sizes:
-            shares = [min(1.0, self.group_size / max(sum(public.sizes), 1))] * len(shares)
-        return shares
+    def _smallest(self, public: PublicFacts) -> float:
+        """A mixture is of all classes."""
+        super()._smallest(public)
+        return max(sum(public.sizes or ()), 1)
 
     def _fit(self, vault: Vault, public: PublicFacts) -> None:
         expected = self._expected(vault, public)[:, 0]  # of each class in a mixture

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from sfumato.data import DataError, PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.base import Synthesizer
 from sfumato.nets.generator import NETWORKS, PerClass, refresh_batch_norm
-from sfumato.privacy import Vault
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,14 +27,14 @@ from sfumato.encoders import autoencoder as autoencoders
 from sfumato.encoders import codebook
 from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
 from sfumato.encoders.codebook import Code
-from sfumato.engine import Performance
+from sfumato.engine import Performance, Vault
 from sfumato.methods.generating import equal_batches, warm_cosine
 from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
 from sfumato.methods.matching import Landscape, Slope, Training, Views
 from sfumato.methods.warming import WarmStart
 from sfumato.nets.score import KINDS, Score
 from sfumato.nets.unet import middle_size
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfumato.certificate.issue import Certificate, file_digest
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.atelier import Atelier
 from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
@@ -19,7 +20,6 @@ from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 from sfumato.methods.pge import GradientEstimation
-from sfumato.privacy.certificate import Certificate, file_digest
 
 _TYPES: tuple[type[Synthesizer], ...] = (
     MeanEmbedding,

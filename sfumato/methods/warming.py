@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from sfumato.data import ImageSet, PublicFacts
-from sfumato.engine import calibrate
+from sfumato.engine import Vault, calibrate
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.generating import GeneratorMethod
-from sfumato.privacy import Release, Vault
+from sfumato.privacy import Release
 
 COUNTS_WEIGHT = 4.0  # noise of the counts over that of all gradients together
 WARM = ("none", "dp-merf", "dp-mepf", "dp-kernel")

@@ -8,17 +8,9 @@ bound below is valid by itself, so their minimum is; all are recorded.
 - `rdp`: Renyi DP with the improved conversion.
 - `pld`: privacy loss distributions, rounded pessimistically on a grid fine enough for the composition.
 
-**Shift of one unit.** z is the noise's standard deviation over the bound on one unit's norm. Under add-remove a unit
-shifts the sum by at most one bound. Under replace-one by two; by sqrt(2) if rows are non-negative (then <a, b> >= 0, so
-|a - b|^2 <= |a|^2 + |b|^2) and the sample is all the data.
-
-**Replace-one with Poisson sampling.** The neighbouring outputs are P = (1-q) N(0) + q N(a) and
-Q = (1-q) N(0) + q N(b) with |a|, |b| <= 1. Claim: a = e, b = -e dominates, which is `dp_accounting`'s pair.
-Proof: for alpha >= 1 and any set S, P(S) - alpha Q(S) = (1-q)(1-alpha) N_0(S) + q N_a(S) - alpha q N_b(S). Let H
-be the half-space {<x, e> >= t} with N_0(H) = N_0(S). By Neyman-Pearson N_a(S) <= N_e(H) and N_b(S) >= N_-e(H),
-so S does no better on (a, b) than H on (e, -e). For alpha < 1 swap the roles. With sums kept by class, a and b
-may lie in different blocks: the proof does not care. (The sqrt(2) of non-negative rows fails here: a and b are
-still at distance 1 from 0.)
+z is the noise's standard deviation over the bound on one unit's norm. Under add-remove a unit shifts the sum by at most
+one bound; under replace-one by two, or by sqrt(2) if rows are non-negative (then <a, b> >= 0, so |a - b|^2 <= |a|^2 +
+|b|^2) and the sample is all the data. Replace-one with Poisson sampling: proof 5 of docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -30,11 +22,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import dp_accounting
-import numpy as np
 from dp_accounting import pld, rdp
 
 from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
@@ -63,23 +53,20 @@ class Release:
     nonnegative: bool = False
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
-            raise ValueError(f"a release's name must be letters, digits, '-' and '_', got {self.name!r}")
-        if type(self.times) is not int or not 1 <= self.times <= MOST_TIMES:
-            raise ValueError(f"release {self.name!r}: times must be a whole number from 1 to 1e7, got {self.times!r}")
-        if not 0 < self.sampling_prob <= 1:
-            raise ValueError(f"release {self.name!r}: sampling_prob must lie in (0, 1], got {self.sampling_prob}")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"release {self.name!r}: weight must be greater than 0, got {self.weight}")
-        if type(self.nonnegative) is not bool:
-            raise ValueError(f"release {self.name!r}: nonnegative must be True or False, got {self.nonnegative!r}")
-        # Plain numbers: what was accounted for cannot change afterwards.
-        object.__setattr__(self, "sampling_prob", float(self.sampling_prob))
-        object.__setattr__(self, "weight", float(self.weight))
-        z = None if self.noise_multiplier is None else float(self.noise_multiplier)
-        object.__setattr__(self, "noise_multiplier", z)
-        if z is not None and not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
-            raise ValueError(f"release {self.name!r}: noise_multiplier must be 0 or from 1e-3 to 1e9, got {z}")
+        for name in ("sampling_prob", "weight", "noise_multiplier"):  # plain numbers: what was accounted for stays so
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        z = self.noise_multiplier
+        for right, what in (
+            (re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name), "name must be letters, digits, '-' and '_'"),
+            (type(self.times) is int and 1 <= self.times <= MOST_TIMES, "times must be a whole number from 1 to 1e7"),
+            (0 < self.sampling_prob <= 1, "sampling_prob must lie in (0, 1]"),
+            (math.isfinite(self.weight) and self.weight > 0, "weight must be greater than 0"),
+            (type(self.nonnegative) is bool, "nonnegative must be True or False"),
+            (z is None or z == 0 or LEAST_NOISE <= z <= MOST_NOISE, "noise_multiplier must be 0 or from 1e-3 to 1e9"),
+        ):
+            if not right:
+                raise ValueError(f"release {self.name!r}: {what}, got {getattr(self, what.split()[0])!r}")
 
     @property
     def noise(self) -> float:
@@ -93,9 +80,6 @@ class Release:
         if adjacency == "add-remove":
             return 1.0
         return math.sqrt(2) if self.nonnegative and self.sampling_prob == 1 else 2.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -125,17 +109,7 @@ class Plan:
         return least(self.bounds)
 
     def __getitem__(self, name: str) -> Release:
-        for release in self.releases:
-            if release.name == name:
-                return release
-        raise KeyError(name)
-
-    def __str__(self) -> str:
-        head = f"{'release':<16}{'times':>8}  {'sampling':>10}  {'noise multiplier':>17}"
-        rows = [f"{r.name:<16}{r.times:>8}  {r.sampling_prob:>10.4g}  {r.noise:>17.4f}" for r in self.releases]
-        b = self.budget
-        total = f"epsilon {self.epsilon:.4f} of {b.epsilon:g} at delta {b.delta:g}, {b.adjacency}, one {b.unit}"
-        return "\n".join([head, *rows, total])
+        return {release.name: release for release in self.releases}[name]
 
 
 def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "add-remove") -> dict[str, float | None]:
@@ -149,13 +123,13 @@ def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "ad
         return {**found, "exact": 0.0}
     if any(release.noise == 0 for release in releases):
         return {**found, "exact": math.inf}
-    full, sampled = _merge(releases, adjacency)
-    with _quiet():
+    full, sampled = merged(releases, adjacency)
+    with quiet():
         if not sampled:
             found["exact"] = float(dp_accounting.get_epsilon_gaussian(full, delta))
         if not sampled or adjacency == "add-remove":
-            found["rdp"] = _rdp(full, sampled, delta)
-        found["pld"] = _pld(full, sampled, delta, adjacency)
+            found["rdp"] = by_rdp(full, sampled, delta)
+        found["pld"] = by_pld(full, sampled, delta, adjacency)
     return found
 
 
@@ -164,57 +138,7 @@ def least(found: dict[str, float | None]) -> float:
     return min(value for value in found.values() if value is not None)
 
 
-def search_bound(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> float:
-    """Return the tightest bound alone, for a search; RDP only where PLD cannot reach so small a delta."""
-    full, sampled = _merge(releases, adjacency)
-    with _quiet():
-        if not sampled:
-            return float(dp_accounting.get_epsilon_gaussian(full, delta))
-        value = _pld(full, sampled, delta, adjacency)
-        return _rdp(full, sampled, delta) if math.isinf(value) and adjacency == "add-remove" else value
-
-
-def epsilon(
-    *,
-    noise_multiplier: float,
-    sampling_prob: float = 1.0,
-    steps: int = 1,
-    delta: float = 1e-5,
-    adjacency: Adjacency = "add-remove",
-) -> float:
-    """Return the epsilon of `steps` Gaussian sums over Poisson samples. Guarantee: as `bounds`."""
-    budget = Budget(math.inf, delta, adjacency)
-    release = Release("sum", steps, sampling_prob, noise_multiplier)
-    return least(bounds([release], budget.delta, budget.adjacency))
-
-
-def renyi(releases: Sequence[Release], order: float, adjacency: Adjacency) -> float:
-    """Return the composed Renyi divergence of that order. Guarantee: an upper bound, additive over releases.
-
-    Under replace-one with sampling it is the integral of the dominating pair (module docstring), by the trapezoidal
-    rule, which for such an integrand errs by less than 1e-12.
-    """
-    if any(release.noise == 0 for release in releases):
-        return math.inf
-    full, sampled = _merge(releases, adjacency)
-    total = order / (2 * full**2)
-    for q, z, times in sampled:
-        if adjacency == "add-remove":
-            with _quiet():
-                accountant = rdp.RdpAccountant([order])
-                accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), times)
-                total += float(accountant.rdp[0])
-        else:
-            x = np.arange(-2 - 14 * z, 2 * order + 14 * z, z / 64)
-            logs = [np.log1p(-q) - x**2 / (2 * z**2), np.log(q) - (x - 1) ** 2 / (2 * z**2)]
-            p, other = np.logaddexp(*logs), np.logaddexp(logs[0], np.log(q) - (x + 1) ** 2 / (2 * z**2))
-            logs = order * p + (1 - order) * other
-            integral = np.log(np.sum(np.exp(logs - logs.max())) / 64 / math.sqrt(2 * math.pi)) + logs.max()
-            total += times * max(float(integral), 0.0) / (order - 1)
-    return total
-
-
-def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
+def merged(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, list[tuple[float, float, int]]]:
     """(z of all full-data releases as one Gaussian of shift 1, or inf; the sampled ones as (q, z, times))."""
     precision = 0.0
     sampled: Counter[tuple[float, float]] = Counter()
@@ -226,7 +150,7 @@ def _merge(releases: Sequence[Release], adjacency: Adjacency) -> tuple[float, li
     return (1 / math.sqrt(precision) if precision else math.inf), [(q, z, n) for (q, z), n in sampled.items()]
 
 
-def _rdp(full: float, sampled: list[tuple[float, float, int]], delta: float) -> float:
+def by_rdp(full: float, sampled: list[tuple[float, float, int]], delta: float) -> float:
     accountant = rdp.RdpAccountant()
     if math.isfinite(full):
         accountant.compose(dp_accounting.GaussianDpEvent(full))
@@ -235,7 +159,7 @@ def _rdp(full: float, sampled: list[tuple[float, float, int]], delta: float) -> 
     return float(accountant.get_epsilon(delta))
 
 
-def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
+def by_pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
     """Return epsilon by privacy loss distributions.
 
     Guarantee: rounding is pessimistic at every grid, so the grid decides only how tight the bound is. Rounding
@@ -272,7 +196,7 @@ def _pld(full: float, sampled: list[tuple[float, float, int]], delta: float, adj
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the library's remarks on orders that it leaves out; they loosen no bound."""
     logger = logging.getLogger("absl")
     level = logger.level

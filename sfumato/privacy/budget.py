@@ -18,14 +18,11 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Budget:
-    """An (epsilon, delta) budget under a neighbouring relation.
+    """An (epsilon, delta) budget; `epsilon=inf` asks for no noise, and the certificate says `guarantee: none`.
 
     - unit: `image`, or `person`: a person's images, however many, come and go together.
     - adjacency: `add-remove`: neighbouring sets differ by the presence of one unit; their sizes are private.
       `replace-one`: they have as many units and differ in one (and its labels).
-    - epsilon: `inf` asks for no noise: the certificate then says `guarantee: none`.
-
-    Guarantee: none by itself; every sensitivity and every accountant reads the relation from here.
     """
 
     epsilon: float

@@ -1,12 +1,11 @@
 """Clipping: whatever a record's vector is, what is added up for it has at most the given norm.
 
-Rows of `Vault.sum` are plain vectors. The gradient of a record comes in *pieces*: a tensor, or two factors (left, right)
-that stand for left^T right, as the gradient of a linear layer or a convolution does. Where that is cheaper the product
-is never written down: its squared norm is sum_{t,u} (l_t . l_u) (r_t . r_u), and the clipped sum over records is one
-matrix product.
+Rows of `Vault.sum` are plain vectors. Those of `Vault.vectors` come in *pieces*: a tensor, or two factors (left, right)
+that stand for left^T right, as the gradient of a linear layer does. Where that is cheaper the product is never written
+down: its squared norm is sum_{t,u} (l_t . l_u) (r_t . r_u), and the clipped sum over records is one matrix product.
 
-**Guarantee.** The norm is taken of the very numbers that are added up. So it does not matter how the pieces were made:
-with a wrong rule for a layer a record's vector is not its gradient, but it is as bounded.
+Guarantee: the norm is taken of the very numbers that are added up. With a wrong rule for a layer a record's vector is
+not its gradient, but it is as bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Piece = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Groups = Sequence[tuple[float, Sequence[int]]]  # a bound, and the pieces that are clipped to it together
 
 CANCELLED = 1e-8  # of (sum_t |l_t| |r_t|)^2: added to squared norms, for what rounding leaves of terms that cancel
-MOST_FACTOR = 1e12
+MOST_FACTOR = 1e12  # beyond, the other factor could be too small for float32
 MOST_TIMES = 1e30  # a bound: a longer vector counts as zero, since the factor that clips it is no plain float32
 CHEAPER = 4  # times fewer operations: then a product is not written down
 
@@ -48,10 +47,13 @@ def clipped_sum(pieces: Sequence[Piece], groups: Groups, weights: torch.Tensor) 
     is multiplied by the record's weight, [lanes, records].
 
     Guarantee: a record adds a vector of norm at most its weight times the root of the sum of squared bounds, up to the
-    rounding of float32. A record with a number that is not finite, or out of all proportion, adds zero.
+    rounding of float32. A record with a number that is not finite, or out of all proportion, adds zero. Each piece is
+    in exactly one group.
     """
+    if sorted(place for _, places in groups for place in places) != list(range(len(pieces))):
+        raise ValueError("each piece of a gradient must be in exactly one group")
     held = [_Product(*piece) if isinstance(piece, tuple) else _Plain(piece) for piece in pieces]
-    with full_precision(weights.device):
+    with matrix_precision("ieee"), torch.autocast(weights.device.type, enabled=False):
         squares = [piece.squares() for piece in held]
         norms = [torch.stack([squares[place] for place in places]).sum(0).sqrt() for _, places in groups]
         within = [norm <= MOST_TIMES * bound for norm, (bound, _) in zip(norms, groups, strict=True)]
@@ -93,19 +95,10 @@ class _Product:
         if self.written is not None:
             return self.written.squares()
         most = torch.maximum(*(side.abs().amax((2, 3)) for side in (self.left, self.right)))
-        # Infinite where a factor is so large that the other could be too small for float32.
-        return torch.where(most <= MOST_FACTOR, self._squares(), math.inf)
-
-    def _squares(self) -> torch.Tensor:
-        if self.left.shape[2] == 1:
-            norms: list[torch.Tensor] = [
-                torch.linalg.vector_norm(side, dim=(2, 3), dtype=torch.float64) for side in (self.left, self.right)
-            ]
-            return (norms[0] * norms[1]).square() * (1 + CANCELLED)
         left, right = self.left.double(), self.right.double()
         pairs = (left @ left.mT) * (right @ right.mT)
         spread = pairs.diagonal(dim1=2, dim2=3).sqrt().sum(2).square()
-        return pairs.sum((2, 3)).clamp_min(0) + CANCELLED * spread
+        return torch.where(most <= MOST_FACTOR, pairs.sum((2, 3)).clamp_min(0) + CANCELLED * spread, math.inf)
 
     def total(self, factors: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         if self.written is not None:
@@ -117,33 +110,21 @@ class _Product:
 def _multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left^T right, [lanes, records, p d], in float32 (on a GPU by TF32 where convolutions are)."""
     ends = left.mT.flatten(0, 1), right.flatten(0, 1)
-    with full_precision(left.device, "high" if torch.backends.cudnn.allow_tf32 else "highest"):
+    with matrix_precision("tf32" if torch.backends.cudnn.allow_tf32 else "ieee"):
         if left.dtype == torch.bfloat16 and left.is_cuda:
-            made = torch.bmm(*ends, out_dtype=torch.float32)
-        else:
-            made = torch.bmm(ends[0].float(), ends[1].float())
-    return made.view(*left.shape[:2], -1)
+            return torch.bmm(*ends, out_dtype=torch.float32).view(*left.shape[:2], -1)
+        return torch.bmm(ends[0].float(), ends[1].float()).view(*left.shape[:2], -1)
 
 
 @contextmanager
-def full_precision(device: torch.device, precision: str = "highest") -> Iterator[None]:
-    """Take matrix products of float32 as such ("highest"), or in TF32 ("high"), whatever the user has chosen."""
-    with torch.autocast(device.type, enabled=False):
-        try:
-            chosen = torch.get_float32_matmul_precision()
-        except RuntimeError:  # it was chosen by the newer interface, which does not go with this one
-            backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-            before = [backend.fp32_precision for backend in backends]
-            for backend in backends:
-                backend.fp32_precision = "ieee" if precision == "highest" else "tf32"
-            try:
-                yield
-            finally:
-                for backend, was in zip(backends, before, strict=True):
-                    backend.fp32_precision = was
-            return
-        torch.set_float32_matmul_precision(precision)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(chosen)
+def matrix_precision(precision: str) -> Iterator[None]:
+    """Take matrix products of float32 as such ("ieee"), or on a GPU in TF32, whatever the user has chosen."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = precision
+        yield
+    finally:
+        for backend, was in zip(backends, before, strict=True):
+            backend.fp32_precision = was

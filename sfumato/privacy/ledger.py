@@ -1,13 +1,11 @@
 """The ledger: what was spent, written and flushed to disk before any noise is drawn.
 
-JSON lines, append-only, each with the SHA-256 of itself and of its predecessor. A file beside it
-(`ledger.lock`) is held while a process may spend, and keeps the number of lines and the last hash, so that
-removing lines from the end is noticed as well as editing them. Against a forger who rewrites both files
-there is no defence without a secret; the certificate, once handed out, pins the ledger's last hash.
+JSON lines, append-only, each with the SHA-256 of itself and of its predecessor. A file beside it (`ledger.lock`) is
+held while a process may spend, and keeps the number of lines and the last hash, so that removing lines from the end
+is noticed, too. A forger could rewrite both files; the certificate, once handed out, pins the ledger's last hash.
 
 Lines of a run: `open` (budget, plan, method, public facts), `charge` (a release, `times` of them reserved at once),
-`checkpoint` (how many releases went into a stored state, and its hash), `unprotected` (the guarantee is void, and why).
-Lines of a data set's budget (`account.py`): `account`, `reserve`, `void`.
+`unprotected` (the guarantee is void, and why). Of a data set's budget (`account.py`): `account`, `reserve`, `void`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-KINDS = ("open", "charge", "checkpoint", "unprotected", "account", "reserve", "void")
+KINDS = ("open", "charge", "unprotected", "account", "reserve", "void")
 
 
 class LedgerError(RuntimeError):
@@ -30,31 +28,26 @@ class LedgerError(RuntimeError):
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a value's canonical JSON. Guarantee: equal values, and only they, have equal digests."""
+    """Return the SHA-256 of a value's canonical JSON. Guarantee: equal values, and only they, have equal digests."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Ledger:
-    """Append-only record of charges; in memory when `path` is None.
+    """Append-only record of charges; in memory when `path` is None. `wait`: seconds for another process that holds it.
 
     Guarantee: when `append` returns, the line is on the disk; nobody else can append while this object is
     open; lines that were changed, reordered or removed by hand raise `LedgerError` on opening.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, wait: float = 0.0) -> None:
-        """Open or make the ledger; `wait`: seconds to wait for another process that holds it."""
         self.path = None if path is None else Path(path).resolve()  # one lock, whatever link led here
         self.entries: list[dict[str, Any]] = []
-        self.spending = threading.RLock()
-        self._owner = os.getpid()
-        self._open = True
+        self._spending, self._owner, self._open = threading.RLock(), os.getpid(), True
         self._lock: int | None = None  # file descriptors: nothing is buffered between us and the disk
         self._file: int | None = None
         if self.path is not None:
             self._acquire(self.path, time.monotonic() + wait)
-
-    # -- reading ------------------------------------------------------------------------------------------
 
     @property
     def head(self) -> str:
@@ -69,32 +62,33 @@ class Ledger:
     @property
     def void(self) -> str | None:
         """Why there is no guarantee, if raw images have ever left. Guarantee: once set, set for good."""
-        reasons = [entry["reason"] for entry in self.entries if entry["kind"] == "unprotected"]
-        return str(reasons[0]) if reasons else None
+        return next((str(entry["reason"]) for entry in self.entries if entry["kind"] == "unprotected"), None)
 
     def charged(self, name: str) -> int:
-        """How many releases of that name were paid for, used or not."""
+        """Return how many releases of that name were paid for, used or not."""
         return sum(entry["times"] for entry in self.entries if entry["kind"] == "charge" and entry["name"] == name)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """The lines of somebody's ledger. Guarantee: unedited; whether all are there, the certificate's hash tells."""
+        """Return somebody's lines. Guarantee: unedited; whether all are there, the certificate's hash tells."""
         return _parse(Path(path), (0, ""))[0]
 
-    # -- writing ------------------------------------------------------------------------------------------
-
     def append(self, kind: str, **fields: Any) -> None:
-        """Writes a line. Guarantee: returns only after the line and the head are flushed to disk."""
+        """Write a line. Guarantee: returns only after the line and the head are flushed to disk."""
         self.check_open()  # before the lock too: a fork may have copied it locked
-        with self.spending:
+        with self._spending, ExitStack() as failed:
             self.check_open()
             entry = {"seq": len(self.entries), "kind": kind, **fields, "previous": self.head}
             entry["hash"] = digest(entry)
-            with ExitStack() as failed:
-                failed.callback(self.close)  # what is on the disk is then unknown: nothing more may be spent here
-                self._write(entry)
-                self.entries.append(entry)
-                failed.pop_all()
+            failed.callback(self.close)  # what is on the disk is then unknown: nothing more may be spent here
+            if self._file is not None:
+                line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+                if os.write(self._file, line) != len(line):
+                    raise LedgerError(f"{self.path}: the disk is full; nothing was released")
+                os.fsync(self._file)
+                self._write_head(len(self.entries) + 1, entry["hash"])
+            self.entries.append(entry)
+            failed.pop_all()
 
     def check_open(self) -> None:
         """Guarantee: raises where a charge could be missed: closed, taken away, or in a forked process."""
@@ -106,7 +100,7 @@ class Ledger:
             raise LedgerError(f"{self.path} was deleted; nothing more can be charged to it")
 
     def close(self) -> None:
-        """Lets go of the ledger. Guarantee: later charges through this object raise."""
+        """Let go of the ledger. Guarantee: later charges through this object raise."""
         self._open = False
         for descriptor in (self._file, self._lock):
             if descriptor is not None:
@@ -119,14 +113,12 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- files --------------------------------------------------------------------------------------------
-
     def _acquire(self, path: Path, until: float) -> None:
         if path.suffix == ".lock":
             raise LedgerError(f"{path}: a ledger cannot be named like its lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         _recorded_head(path)  # refuses before it creates anything
-        self._lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
         with ExitStack() as failed:
             failed.callback(self.close)
             while True:
@@ -145,15 +137,6 @@ class Ledger:
             flush_folder(path.parent)
             failed.pop_all()
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        if os.write(self._file, line) != len(line):
-            raise LedgerError(f"{self.path}: the disk is full; nothing was released")
-        os.fsync(self._file)
-        self._write_head(len(self.entries) + 1, entry["hash"])
-
     def _write_head(self, count: int, head: str) -> None:
         assert self._lock is not None
         # In place and always of one length, so that a crash leaves the old head or the new one.
@@ -161,23 +144,19 @@ class Ledger:
         os.fsync(self._lock)
 
 
-def _lock_path(path: Path) -> Path:
-    return path.with_suffix(".lock")
-
-
 def _recorded_head(path: Path) -> tuple[int, str]:
-    """(lines, last hash) as of the last finished append. Guarantee: the ledger may have more, never fewer."""
-    lock_path = _lock_path(path)
-    fields = lock_path.read_bytes().decode(errors="replace").split() if lock_path.exists() else []
+    """Return (lines, last hash) as of the last finished append. Guarantee: the ledger may have more, never fewer."""
+    lock = path.with_suffix(".lock")
+    fields = lock.read_bytes().decode(errors="replace").split() if lock.exists() else []
     if fields and fields[0].isdigit() and len(fields) == 1 + (int(fields[0]) > 0):
         return int(fields[0]), (fields[1:] or [""])[0]
     if fields or (path.exists() and path.stat().st_size):
-        raise LedgerError(f"{lock_path} was edited or is missing: {path.name} may have lost lines; start a new run")
+        raise LedgerError(f"{lock} was edited or is missing: {path.name} may have lost lines; start a new run")
     return 0, ""
 
 
 def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of the file and their length in bytes. Guarantee: raises at the first that is not as written."""
+    """Return the whole lines and their length in bytes. Guarantee: raises at the first that is not as written."""
     data = path.read_bytes() if path.exists() else b""
     length = data.rfind(b"\n") + 1
     entries: list[dict[str, Any]] = []
@@ -201,15 +180,14 @@ def _parse(path: Path, recorded: tuple[int, str]) -> tuple[list[dict[str, Any]],
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without repeated keys, of which a reader and a parser might see different ones."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
+    """Return a JSON object without repeated keys, of which a reader and a parser might see different ones."""
+    if len(content := dict(pairs)) != len(pairs):
         raise ValueError("a key occurs twice")
     return content
 
 
 def flush_folder(folder: Path) -> None:
-    """So that the new file's name survives a power cut too."""
+    """Make the names of new files survive a power cut, too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

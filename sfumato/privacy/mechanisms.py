@@ -4,17 +4,10 @@ Guarantee: for a sum whose L2 norm changes by at most s when one record is added
 `sum + N(0, (z s)^2 I)` is the Gaussian mechanism with noise multiplier z, which is the event charged in the
 ledger.
 
-**Discrete form.** On integer vectors, with K ~ exp(-k^2 / 2 sigma^2) on each coordinate, sigma^2 = t^2 + 9 and
-t = z R, where R bounds a record's integer norm. Claim: it is as private as the continuous mechanism of
-standard deviation t. Proof: take y = n + N(0, t^2 I) and round each coordinate at random to k in Z with
-probability rho_3(k - y) / rho_3(Z - y), where rho_s(x) = exp(-x^2 / 2 s^2). This is post-processing of the
-continuous mechanism. By Poisson summation rho_3(Z - y) = 3 sqrt(2 pi) (1 +- 2.1 exp(-2 pi^2 9)), the same for
-all y up to a factor 1 +- 1e-76, and the product of Gaussians convolves to rho_sigma(k - n). So the outcome's
-probabilities equal those of the discrete Gaussian within a factor 1 +- 1e-75 on each coordinate: for a
-million coordinates epsilon and log(delta) move by less than 1e-68, far below the rounding of any accountant.
-Hence the exact, RDP and PLD bounds of the continuous mechanism hold, and the discrete form costs
-(t^2 + 9) / t^2 in variance: nothing, as t is about a million. It leaves no floating-point trace of the sum
-(Mironov 2012): numbers are exact integers and the sampler is OpenDP's, exact and from OS entropy.
+On integer vectors the noise is K ~ exp(-k^2 / 2 sigma^2) on each coordinate, sigma^2 = t^2 + 9, t = z R, where R bounds
+a record's integer norm: at least as private as the continuous mechanism of standard deviation t (proof 3 of
+docs/proofs.md). It leaves no floating-point trace of the sum (Mironov 2012): numbers are exact integers and the sampler
+is OpenDP's, exact and from OS entropy.
 """
 
 from __future__ import annotations

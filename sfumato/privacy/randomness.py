@@ -1,8 +1,7 @@
 """Generators for privacy noise and Poisson samples, seeded by the operating system.
 
-A generator is made for each draw and dropped afterwards. So there is no state to save, to resume, to share
-after a fork, or to seed from outside: the user's `seed` has no way in. (PyTorch's CPU generator keeps only
-32 bits of its seed, few enough to try them all; NumPy's Philox takes a 128-bit key.)
+One is made for each draw and dropped: there is no state to save, to resume, to share after a fork, or to seed from
+outside. (PyTorch's CPU generator keeps 32 bits of its seed, few enough to try them all; NumPy's Philox takes 128.)
 """
 
 from __future__ import annotations
@@ -14,18 +13,12 @@ import torch
 
 
 def host_generator() -> np.random.Generator:
-    """A counter-based generator under a fresh 128-bit key.
-
-    Guarantee: the key comes from the operating system's entropy and is used for one draw.
-    """
+    """Return a counter-based generator. Guarantee: its 128-bit key is OS entropy, and used for one draw."""
     return np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
 
 
 def device_generator(device: torch.device) -> torch.Generator:
-    """The same on an accelerator: PyTorch's Philox under a fresh 64-bit key.
-
-    Guarantee: as above; never called for the CPU, whose generator would keep 32 bits only.
-    """
+    """Return PyTorch's Philox on an accelerator. Guarantee: as above, with 63 bits; never on the CPU."""
     if device.type == "cpu":
         raise ValueError("use host_generator on the CPU")
     generator = torch.Generator(device=device)

@@ -16,6 +16,7 @@ from sfumato.encoders import perceptual as module
 from sfumato.encoders.perceptual import NETWORKS, PUBLISHED, activations
 from sfumato.encoders.resnet import small
 from sfumato.encoders.weights import Weights, find_weights, sha256_of
+from sfumato.engine import Performance, calibrate
 from sfumato.privacy import Budget, Release, Vault
 
 CARD = PerceptualCard(
@@ -267,7 +268,12 @@ def test_the_vault_sums_activations(few_digits: ImageSet) -> None:
     def feature(images: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(torch.cat([values.flatten(1) for values in perceptual(images)], 1))
 
-    vault = Vault(few_digits, Budget(math.inf), [Release("x", noise_multiplier=0.0)], secure=False, batch_size=16)
+    vault = Vault(
+        few_digits,
+        calibrate([Release("x")], Budget(math.inf)),
+        secure=False,
+        performance=Performance(batch_size=16),
+    )
     found = vault.sum(feature, release="x", bound=1.0)
     with torch.no_grad():
         expected = feature(few_digits.images / 127.5 - 1).sum(0)

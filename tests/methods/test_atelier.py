@@ -201,7 +201,7 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
     generator = torch.Generator().manual_seed(0)
     spread = torch.logspace(0, -2, 20)
     rows = 3 + torch.randn(500, 20, generator=generator) * spread
-    scaled = Components(rows, 500, seed=0)(rows)
+    scaled = Components.of(rows, 500, seed=0)(rows)
     assert scaled.norm(dim=1).mean().item() == pytest.approx(1.0, rel=1e-5)
     ratio = float(scaled.std(0)[0] / scaled.std(0)[19])
     assert ratio == pytest.approx(math.sqrt(100), rel=0.3)  # 100 before, levelled by its root

@@ -15,7 +15,7 @@ from sfumato.data import DataError, ImageSet
 from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
 from sfumato.methods.dp_lflow import COLD
 from sfumato.methods.registry import METHODS, create
-from sfumato.privacy import BudgetExceeded
+from sfumato.privacy import BudgetExceeded, Vault
 
 QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
 
@@ -163,15 +163,49 @@ def test_a_run_folder_is_used_once(few_digits: ImageSet, tmp_path: Path) -> None
     model = sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path)
     with pytest.raises(DataError, match="holds a run already"):
         sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path)
-    resumed = sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
-    assert torch.equal(model.sample(5).images, resumed.sample(5).images)
-    with pytest.raises(sf.LedgerError, match="another epsilon"):
-        sf.create("dp-merf", epsilon=4.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+    with pytest.raises(DataError, match="holds a finished run"):
+        sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+    assert torch.equal(model.sample(5).images, sf.load(tmp_path, device="cpu").sample(5).images)
 
 
-def test_equal_settings_resume_each_other(few_digits: ImageSet, tmp_path: Path) -> None:
-    sf.create("dp-merf", epsilon=3, window=[0.05, 1], **QUICK).fit(few_digits, run_dir=tmp_path)
-    sf.create("dp-merf", epsilon=3.0, window=(0.05, 1.0), **QUICK).fit(few_digits, run_dir=tmp_path, resume=True)
+def interrupted(images: ImageSet, folder: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
+    """A run that is stopped when its first result was handed out."""
+    answer = Vault._answer
+
+    def stop(*args: Any) -> torch.Tensor:
+        answer(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Vault, "_answer", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sf.create("dp-merf", **{**QUICK, **params}).fit(images, run_dir=folder)
+
+
+def test_an_interrupted_run_is_resumed_with_equal_settings_only(
+    few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(few_digits, tmp_path, monkeypatch, epsilon=3, window=[0.05, 1])
+    same = {**QUICK, "epsilon": 3.0, "window": (0.05, 1.0)}
+    with pytest.raises(DataError, match="holds a run already"):
+        sf.create("dp-merf", **same).fit(few_digits, run_dir=tmp_path)
+    for other, field in (({"epsilon": 4.0}, "epsilon"), ({"features": 51}, "parameters"), ({"delta": 1e-6}, "delta")):
+        with pytest.raises(sf.LedgerError, match=f"another {field}"):
+            sf.create("dp-merf", **{**same, **other}).fit(few_digits, run_dir=tmp_path, resume=True)
+    model = sf.create("dp-merf", **same).fit(few_digits, run_dir=tmp_path, resume=True)
+    assert sf.verify(tmp_path / "certificate.json").ok
+    assert [event["times"] for event in model.certificate_.events] == [1, 1]
+    assert not (tmp_path / "releases.log").exists()
+
+
+def test_a_model_that_its_certificate_does_not_cover_is_refused(fitted: Synthesizer, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        folder = fitted.save(tmp_path / name)
+        data = bytearray((folder / name).read_bytes())
+        data[-2:] = b" }" if name == "config.json" else bytes([data[-2] ^ 1, data[-1]])
+        (folder / name).write_bytes(data)
+        with pytest.raises(DataError, match="not the file that the run's certificate covers"):
+            sf.load(folder, device="cpu")
 
 
 def test_a_plan_that_fails_leaves_no_ledger(tmp_path: Path) -> None:
@@ -217,7 +251,8 @@ def test_no_noise_is_said_plainly(few_digits: ImageSet, tmp_path: Path) -> None:
     model = sf.create("dp-merf", epsilon=math.inf, **QUICK).fit(few_digits, run_dir=tmp_path)
     assert model.certificate_.guarantee == "none"
     assert sf.load(tmp_path).get_params()["epsilon"] == math.inf
-    assert sf.verify(tmp_path / "certificate.json").ok
+    assert not sf.verify(tmp_path / "certificate.json").ok
+    assert sf.verify(tmp_path / "certificate.json", allow_none=True).ok
 
 
 def test_fitting_leaves_the_users_generator_alone(few_digits: ImageSet) -> None:

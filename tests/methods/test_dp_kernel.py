@@ -210,7 +210,7 @@ def test_smoothness_costs_in_proportion_to_the_noises_square() -> None:
 def test_a_generator_that_follows_grows_smoother_where_roughness_costs(few_digits: ImageSet) -> None:
     model, generator = KernelGenerator(**QUICK, smoothness=1.0), torch.Generator().manual_seed(0)
     training = Following(model, few_digits.public(), generator)
-    features = model._frequencies(training, 0, None)
+    features = model._frequencies(training, None, None)
     costs = torch.tensor([0.0, 0.0, 10.0, 10.0])[:, None]
     training.add(features, torch.zeros(4, 40), costs)
     training.set_rate(0.01)
@@ -240,7 +240,7 @@ def test_what_classes_have_in_common_counts_by_its_noise_and_without_bias(few_di
     training = Following(model, few_digits.public(), generator)
     assert training.common == pytest.approx(4 * 4**2)  # noise² is a quarter, and there are four times the images
     training.parts = torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None]
-    features, wanted = model._frequencies(training, 0, None), torch.rand(4, 40, generator=generator) / 10
+    features, wanted = model._frequencies(training, None, None), torch.rand(4, 40, generator=generator) / 10
     losses: list[float] = []
     training.descend = lambda loss: losses.append(float(loss))  # type: ignore[method-assign]
     means, count = torch.zeros(4, 40), 400

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from sfumato import noise_multiplier, verify
 from sfumato.data import DataError, ImageSet, load_images
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
 from sfumato.methods.dp_lflow import COLD, LatentFlow, LatentNetwork, sharpened
 from sfumato.methods.registry import load
 from sfumato.nets.stacked import one
-from sfumato.privacy import Vault, noise_multiplier, verify
+from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 3,

@@ -14,6 +14,7 @@ import sfumato as sf
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.encoders.private import PrivateEncoder
 from sfumato.encoders.weights import sha256_of
+from sfumato.engine import Performance
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
 from sfumato.methods.dp_mepf import (
@@ -27,7 +28,7 @@ from sfumato.methods.dp_mepf import (
     tones,
 )
 from sfumato.methods.generating import Training
-from sfumato.privacy import Budget, Release, Vault
+from sfumato.privacy import Budget, Plan, Release, Vault
 
 FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
 QUICK: dict[str, Any] = {
@@ -136,7 +137,7 @@ def test_a_private_encoder_is_sound_and_is_paid_for(fewer_digits: ImageSet) -> N
 
 def test_a_private_encoder_learns_to_tell_classes(few_digits: ImageSet) -> None:
     release = Release("encoder", 60, 0.5, 0.1)
-    vault = Vault(few_digits, Budget(1e6), [release], secure=False)
+    vault = Vault(few_digits, Plan([release], Budget(1e6)), secure=False, performance=Performance())
     network = PrivateEncoder(few_digits.shape, len(few_digits.classes), seed=0)
     network.learn(vault, release, len(few_digits))
     with torch.no_grad():
@@ -161,7 +162,7 @@ def test_what_is_released_is_what_was_planned(
     events = model.fit(few_digits).certificate_.events
     assert [event["name"] for event in events] == expected
     assert [event["noise_multiplier"] for event in events] == [release.noise for release in planned.releases]
-    assert model.certificate_.epsilon == pytest.approx(planned.epsilon)
+    assert planned.epsilon <= model.certificate_.epsilon <= planned.epsilon * (1 + 3e-6) <= 5.0
     assert planned.epsilon == pytest.approx(5.0, rel=1e-3)
 
 
@@ -377,14 +378,13 @@ def test_every_loss_shape_and_number_of_classes(loss: str, shape: tuple[int, int
     assert sample.labelled == (classes > 1)
 
 
-def test_save_load_and_resume(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
+def test_save_and_load(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
     settings = {**QUICK, "encoder": encoder, "network": "mepf"}
     model = sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run")
     before = model.sample(12, seed=5).images
     assert torch.equal(sf.load(tmp_path / "run", device="cpu").sample(12, seed=5).images, before)
-    again = sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
-    assert torch.equal(again.sample(12, seed=5).images, before)  # from what was kept; nothing is charged twice
-    assert len(again.certificate_.events) == 2
+    with pytest.raises(DataError, match="holds a finished run"):
+        sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(("source", "loss"), [("scattering", "moving"), ("network", "square")], indirect=["source"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from contextlib import suppress
 
 import dp_accounting
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
-from sfumato.privacy.accounting import Plan, Release, bounds, calibrate, epsilon, least, noise_multiplier
+from sfumato import epsilon
+from sfumato.engine import calibrate, noise_multiplier
+from sfumato.privacy.accounting import Plan, Release, bounds, least
 from sfumato.privacy.budget import Budget, BudgetExceeded
 
 MNIST, FASHION, CIFAR, CELEBA = (50 / n for n in (5421, 6000, 5000, 68261))
@@ -137,6 +140,26 @@ def test_fixed_noise_is_kept_or_refused() -> None:
         calibrate([Release("a", noise_multiplier=1.0)], Budget(1))
 
 
+def test_a_plan_accounts_itself() -> None:
+    """Whatever made it: a plan of releases that are more than the budget allows does not exist."""
+    with pytest.raises(BudgetExceeded, match=r"need epsilon 4\.377"):
+        Plan((Release("a", noise_multiplier=1.0),), Budget(1))
+    with pytest.raises(ValueError, match="not calibrated"):
+        Plan((Release("a"),), Budget(1))
+    with pytest.raises(ValueError, match="'a' occurs 2 times"):
+        Plan((Release("a", noise_multiplier=9.0), Release("a", noise_multiplier=9.0)), Budget(1))
+    made = calibrate([Release("a"), Release("b", 50, 0.1)], Budget(1))
+    assert Plan(made.releases, made.budget).bounds == made.bounds
+
+
+def test_the_unit_does_not_change_the_accounting() -> None:
+    image, person = (calibrate([Release("a", 20, 0.1)], Budget(1, unit=unit)) for unit in ("image", "person"))
+    assert image["a"].noise == person["a"].noise
+    assert "one person" in str(person)
+    with pytest.raises(ValueError, match="unit must be one of"):
+        Budget(1, unit="household")  # type: ignore[arg-type]
+
+
 def test_no_noise_is_no_guarantee() -> None:
     assert epsilon(noise_multiplier=0) == math.inf
     plan = calibrate([Release("a"), Release("b", 3, 0.1)], Budget(math.inf))
@@ -220,5 +243,6 @@ def test_a_release_holds_plain_numbers_that_nobody_can_change() -> None:
     noise.fill_(0.5)
     assert release.noise == 5.0
     assert type(release.noise_multiplier) is type(release.sampling_prob) is float
-    plan.bounds["pld"] = 0.0
+    with suppress(TypeError):
+        plan.bounds["pld"] = 0.0
     assert calibrate([release], Budget(5.0)).bounds["pld"] != 0.0

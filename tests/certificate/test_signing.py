@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sfumato.privacy import signing
+from sfumato.certificate import signing
 from sfumato.privacy.accounting import Release
-from sfumato.privacy.certificate import Certificate, verify
+from sfumato.certificate import Certificate, verify
 from sfumato.privacy.ledger import Ledger
 
 pytest.importorskip("cryptography")

@@ -1,0 +1,135 @@
+"""What was promised, in a file that anybody can check without the data.
+
+The certificate is made from the ledger alone, and certifies the *plan* on its first line: a run that stopped early may
+have stopped because of what it saw, and then only the plan's epsilon holds. Nothing in it depends on the private images
+except through a release: no hash of the input, no size, no training loss. Numbers are rounded up, never down.
+
+`digest`, of all other fields, is no signature: a forger can compute it again. Against forgery stand the recomputation
+of epsilon, the ledger that the certificate pins, and a signature of the digest (`signing.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sfumato.certificate import signing
+from sfumato.certificate.statement import statement
+from sfumato.privacy.ledger import Ledger, digest
+
+FORMAT = "sfumato-certificate/2"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The guarantee of a run. Guarantee: `epsilon` covers every release of the plan, made or not."""
+
+    guarantee: str
+    epsilon: float | None
+    delta: float
+    adjacency: str
+    unit: str
+    caveats: list[str]
+    bounds: dict[str, float | None]
+    events: list[dict[str, Any]]
+    void: str | None
+    noise: dict[str, str]
+    method: str | None
+    parameters: dict[str, Any]
+    public_facts: dict[str, Any]
+    account: str | None
+    ledger: str
+    claimed: dict[str, Any] | None
+    issuer: str | None
+    subject: str | None
+    issued: str
+    software: dict[str, str]
+    derived_from: str | None = None
+    outputs: dict[str, str] = field(default_factory=dict)
+    format: str = FORMAT
+    signature: dict[str, str] | None = None
+
+    @classmethod
+    def from_ledger(
+        cls, ledger: Ledger, *, claimed: Any = None, issuer: str | None = None, subject: str | None = None
+    ) -> Certificate:
+        """Certify a run; `issuer`, `subject`: who says so, about which data. Guarantee: that of `statement`."""
+        said = statement(ledger.entries)
+        return cls(**said, claimed=claimed, issuer=issuer, subject=subject, issued=_now(), software=_software())
+
+    def covering(self, folder: str | Path, names: list[str] | None = None) -> Certificate:
+        """Pin files and folders; without names, all that a run leaves in `folder` to be shared."""
+        found = [path.name for path in Path(folder).iterdir() if _shared(path)] if names is None else names
+        return replace(self, outputs={name: file_digest(Path(folder) / name) for name in sorted(found)}, signature=None)
+
+    def derived(self, folder: str | Path, names: list[str]) -> Certificate:
+        """Certify files that were made of this one's outputs alone. Guarantee: post-processing costs nothing."""
+        return replace(self.covering(folder, names), derived_from=self.digest, issued=_now())
+
+    def signed(self, key: str | Path) -> Certificate:
+        """Sign it with the private key in that file."""
+        return replace(self, signature=signing.sign(self.digest, key))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all fields but the signature."""
+        return content_digest(asdict(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "digest": self.digest}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+        os.replace(partial, target)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Certificate:
+        """Read a certificate without judging it; see `verify`."""
+        content = json.loads(Path(path).read_text("utf-8"))
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, or of a folder's sorted names and digests, marked as such. Links are refused."""
+    if path.is_symlink():
+        raise OSError(f"{path.name} is a link")
+    if path.is_dir():
+        files = sorted(child for child in path.rglob("*") if child.is_symlink() or not child.is_dir())
+        return digest(["folder", *([file.relative_to(path).as_posix(), file_digest(file)] for file in files)])
+    if not path.is_file():
+        raise OSError(f"{path.name} is not a file")
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def content_digest(content: dict[str, Any]) -> str:
+    return digest({name: value for name, value in content.items() if name not in ("digest", "signature")})
+
+
+def _shared(path: Path) -> bool:
+    return path.name not in ("certificate.json", "private") and path.suffix not in (".lock", ".partial")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _software() -> dict[str, str]:
+    """Versions; the budget is spent by now, so that what is not installed (a source tree on the path) stops nothing."""
+    found = {"python": platform.python_version()}
+    for name in ("sfumato", "torch", "numpy", "dp-accounting", "opendp"):
+        try:
+            found[name] = metadata.version(name) or "unknown"
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,161 @@
+"""The privacy folder keeps to itself, stays small, and nothing in the package patches PyTorch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sfumato
+
+PACKAGE = Path(sfumato.__file__).parent
+PRIVACY = sorted((PACKAGE / "privacy").glob("*.py"))
+EVERYTHING = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 1400
+NOISE = {"standard_normal", "normal", "randn", "randn_like", "make_gaussian", "normal_", "laplace", "make_laplace"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def foreign(source: str) -> list[str]:
+    """What a file of the folder imports from the rest of the package."""
+    found = list(imported(ast.parse(source)))
+    return [each for each in found if each.startswith((".", "sfumato")) and not each.startswith("sfumato.privacy")]
+
+
+@pytest.mark.parametrize("path", PRIVACY, ids=name)
+def test_it_imports_nothing_from_the_rest_of_the_package(path: Path) -> None:
+    assert not foreign(path.read_text())
+
+
+def test_the_folder_is_small() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in PRIVACY) <= MOST_LINES
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression; empty where it is something else."""
+    if isinstance(node, ast.Attribute):
+        inside = dotted(node.value)
+        return f"{inside}.{node.attr}" if inside else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def patches(source: str) -> list[str]:
+    """Assignments to attributes of torch's modules and classes, by whatever name they were imported."""
+    tree = ast.parse(source)
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names if _torch(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and _torch(node.module or ""):
+            names |= {alias.asname or alias.name for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr"):
+            found += [ast.unparse(node)] if dotted(node.args[0]).split(".")[0] in names else []
+        flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        found += [
+            ast.unparse(each)
+            for each in flat
+            if isinstance(each, ast.Attribute) and dotted(each.value).split(".")[0] in names
+        ]
+    return found
+
+
+def _torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=name)
+def test_nothing_patches_pytorch(path: Path) -> None:
+    assert not patches(path.read_text())
+
+
+def noise_calls(source: str) -> list[str]:
+    tree = ast.parse(source)
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [ast.unparse(call) for call in calls if isinstance(call, ast.Attribute | ast.Name) and _last(call) in NOISE]
+
+
+def _last(call: ast.expr) -> str:
+    return call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "")
+
+
+def callers(source: str, function: str) -> bool:
+    return any(isinstance(node, ast.Call) and _last(node.func) == function for node in ast.walk(ast.parse(source)))
+
+
+@pytest.mark.parametrize("path", PRIVACY, ids=name)
+def test_only_the_mechanisms_draw_noise(path: Path) -> None:
+    """Numbers of a record's own, which protect nothing, are drawn in `sampling`."""
+    if path.name not in ("mechanisms.py", "sampling.py"):
+        assert not noise_calls(path.read_text())
+    if path.name == "mechanisms.py":
+        assert noise_calls(path.read_text())
+
+
+def test_generators_and_mechanisms_are_called_where_they_should_be() -> None:
+    def where(function: str) -> set[str]:
+        return {name(path) for path in EVERYTHING if callers(path.read_text(), function)}
+
+    for generator in ("host_generator", "device_generator"):
+        assert where(generator) <= {"privacy/mechanisms.py", "privacy/sampling.py"}
+    for mechanism in ("add_gaussian", "add_discrete_gaussian"):
+        assert where(mechanism) == {"privacy/vault.py"}
+    assert where("poisson_sample") == {"privacy/vault.py"}
+
+
+def broad(source: str) -> list[int]:
+    """Lines with an `except` for everything."""
+    handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
+    kinds = {"Exception", "BaseException"}
+    return [
+        each.lineno
+        for each in handlers
+        if each.type is None or kinds & {getattr(part, "id", "") for part in ast.walk(each.type)}
+    ]
+
+
+@pytest.mark.parametrize("path", PRIVACY, ids=name)
+def test_no_error_is_swallowed(path: Path) -> None:
+    assert not broad(path.read_text())
+
+
+def test_these_tests_can_fail() -> None:
+    assert foreign("from sfumato.data import ImageSet") == ["sfumato.data"]
+    assert foreign("from ..engine import calibrate")
+    assert foreign("import sfumato.engine.layers")
+    assert not foreign("from sfumato.privacy.ledger import Ledger\nimport torch")
+    for patch in (
+        "import torch\ntorch.Tensor.__repr__ = None",
+        "import torch.nn.functional as f\nf.linear = 3",
+        "from torch import nn\nnn.Linear.forward = None",
+        "import torch\nsetattr(torch.nn, 'Linear', None)",
+        "from torch.nn import Linear\nLinear.forward, x = 1, 2",
+    ):
+        assert patches(patch)
+    assert not patches("import torch\nself.x = torch.zeros(3)\nx = torch.ones(2)\nx.grad = None")
+    assert noise_calls("import torch\nx = torch.randn(3)")
+    assert noise_calls("host_generator().standard_normal(3)")
+    assert broad("try:\n    pass\nexcept (ValueError, Exception):\n    pass")
+    assert broad("try:\n    pass\nexcept:\n    pass")
+    assert not broad("try:\n    pass\nexcept ValueError:\n    pass")
