@@ -19,7 +19,7 @@ import torch
 
 from sfumato.privacy.randomness import device_generator, host_generator
 
-SMOOTHING = 3.0  # the s of the proof above
+SMOOTHING = 3.0  # the s of proof 3
 CHUNK = 20_000  # coordinates for one call of the exact sampler
 
 
@@ -35,9 +35,8 @@ def add_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
     if total.device.type == "cpu":
         noise = torch.from_numpy(host_generator().standard_normal(tuple(total.shape)))
     else:
-        noise = torch.randn(
-            total.shape, dtype=torch.float64, device=total.device, generator=device_generator(total.device)
-        )
+        source = device_generator(total.device)
+        noise = torch.randn(total.shape, dtype=torch.float64, device=total.device, generator=source)
     return (total.double() + scale * noise).to(total.dtype)
 
 

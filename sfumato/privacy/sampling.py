@@ -41,6 +41,28 @@ def capped(persons: torch.Tensor, most: int) -> torch.Tensor:
     return order[rank < most].sort().values
 
 
+def seated(records: torch.Tensor, unit_of: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Return the records in a fresh random order, with -1 for empty seats, for batches of `size`: one at least.
+
+    With persons, one of m records takes the next power of two of seats; those with as many stand together, from a new
+    batch on. Guarantee: a unit more moves no record but those of one other unit, which gives up its seats for it.
+    """
+    order = shuffled(records)
+    if unit_of is None:
+        return torch.cat([order, torch.full((max(size, -(-len(order) // size) * size) - len(order),), -1)])
+    order = order[unit_of[order].argsort(stable=True)]
+    _, which, sizes = unit_of[order].unique_consecutive(return_inverse=True, return_counts=True)
+    seats = 2 ** torch.ceil(torch.log2(sizes.double())).long()
+    queue = shuffled(torch.arange(len(sizes)))
+    queue = queue[seats[queue].argsort(stable=True)]
+    starts, begin = torch.zeros_like(sizes), 0
+    for width, count in zip(*seats[queue].unique_consecutive(return_counts=True), strict=True):
+        starts[queue[seats[queue] == width]] = begin + width * torch.arange(int(count))
+        begin += -(-int(width * count) // size) * size
+    rank = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[which]
+    return torch.full((max(begin, size),), -1).index_put_((starts[which] + rank,), order)
+
+
 def standard_normals(records: int, count: int, device: torch.device) -> torch.Tensor:
     """Return fresh standard normal numbers, [records, count], float32.
 

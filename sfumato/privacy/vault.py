@@ -7,8 +7,8 @@ else, except `unprotected`, which voids the guarantee first. What a method does 
 
 The guarantee hides one image, or one person: a person with m images is in a sample with all of them or none, and each
 image's clipped vector has the weight 1/m, so that the person adds a vector of norm at most the bound, whatever the
-classes are. Batches have one public size, filled up with zeros, and records stand in a fresh random order: a unit of m
-records moves at most m others to other places, which costs `PLACE_MARGIN`. Proofs: docs/proofs.md, 1, 2, 4 and 6.
+classes are. Batches have one public size, filled up with zeros, and units stand in a fresh random order, so that one
+more moves one other to other places, which costs `PLACE_MARGIN`. Proofs: docs/proofs.md, 1, 2, 4 and 6.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.clipping import Groups, clip, clipped_sum
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.sampling import capped, poisson_sample, shuffled, standard_normals
+from sfumato.privacy.sampling import capped, poisson_sample, seated, standard_normals
 from sfumato.privacy.tracing import TRIED, per_record, public_records, same_rows, trace, try_out
 
 Function = Callable[..., Any]
 GRID_STEPS = 2**20  # integer steps of the secure form per bound, times the square root of the dimension
-PLACE_MARGIN = 1e-6  # of a bound, for each record of a unit
+PLACE_MARGIN = {"cpu": 1e-6, "cuda": 1e-3}  # of a bound; measured: 0 and 1.7e-4 (benchmarks/results/place*.json)
 MAX_PER_PERSON = 1000
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
@@ -125,8 +125,8 @@ class Vault:
         `constants`, to a row for each image. It is traced once for each function object; tensors that change from call
         to call are `constants`. Rows with a NaN or an infinity count as zero.
 
-        Guarantee: adding or removing one unit moves the exact sum by at most `bound`, and by `PLACE_MARGIN` of it for
-        each record whose place changes; noise of the planned multiplier times both makes the charged event.
+        Guarantee: adding or removing one unit moves the exact sum by at most `bound`, and by `PLACE_MARGIN` of it
+        through the unit whose places it takes; noise of the planned multiplier times both makes the charged event.
         """
         planned = self._planned(release)
         if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a derivative
@@ -180,10 +180,9 @@ class Vault:
         home, size = self._images.device, self._batch_size(self._performance)
         kept = torch.zeros(len(self._images), *shape, device=home)
         with self._void_on_failure():
-            for index in shuffled(torch.arange(len(kept))).split(size):
-                filled = torch.cat([index, index.new_full((size - len(index),), -1)])
-                rows = per_record(graph, 0, 1)(self._pixels(filled))[: len(index)]
-                kept[index.to(home)] = rows.float().to(home)
+            for index in seated(self._chosen, self._persons, size).split(size):
+                rows = per_record(graph, 0, 1)(self._pixels(index)).float().to(home)
+                kept[index[index >= 0].to(home)] = rows[(index >= 0).to(home)]
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
         mapped._images, mapped._traces, mapped._passes = kept, {}, self._passes + 1
@@ -198,7 +197,7 @@ class Vault:
 
     @property
     def asked(self) -> dict[str, int]:
-        """How many results of each release were handed out in this run so far. Guarantee: control flow only."""
+        """How many results of each release were handed out in this run so far."""
         return dict(self._asked)
 
     def skip(self, asked: Mapping[str, int]) -> None:
@@ -319,8 +318,9 @@ class Vault:
 
         radius = math.sqrt(math.fsum(bound**2 for bound, _ in groups))
         # Batches are added up in float64. In a batch, errors of 2^-24 of sums of at most `size` bounds come `size`
-        # times, at random; a record more changes two batches, its own and that of the record it displaces.
-        radius *= 1 + self._margin + self._most * 2 * math.sqrt(size) * size * 2.0**-24
+        # times, at random; a unit more changes those batches where its records are or those that it displaces.
+        changed = 2 * (1 + 2 * self._most // size) * (lanes or 1) if self._most > 1 else 2
+        radius *= 1 + self._margin + changed * math.sqrt(size) * size * 2.0**-24
         return _Query(_accelerated(faster, run), lanes or 1, width, radius)
 
     def _traced(self, feature: Function, constants: Sequence[Tensor], labelled: bool) -> tuple[Any, torch.Size]:
@@ -357,19 +357,21 @@ class Vault:
         """Set who is a unit: `_chosen` records, `_unit_of` each, and `_weights`. Guarantee: module docstring, Units."""
         count = self._units = len(self._images)
         self._most, self._chosen, self._unit_of = 1, torch.arange(count), torch.arange(count)
+        self._persons: Tensor | None = None
         self._weights = torch.ones(count, dtype=torch.float64)
         if self.plan.budget.unit == "image":
             return
         if persons is None or persons.shape != (count,) or type(most) is not int or most < 1:
             raise ValueError("the unit is a person: say whose each image is (persons), and use at least one of each")
         names, self._unit_of = persons.detach().cpu().unique(return_inverse=True)
+        self._persons = self._unit_of
         self._most, self._units, self._chosen = most, len(names), capped(self._unit_of, most)
         self._weights = 1.0 / torch.bincount(self._unit_of[self._chosen], minlength=self._units)[self._unit_of].double()
 
     def _drawn(self, release: Release) -> Tensor:
         """Return which records are in this release. Guarantee: `poisson_sample` of units, afresh for every release."""
         sample = poisson_sample(self._units, release.sampling_prob)
-        if self.plan.budget.unit == "image":
+        if self._persons is None:
             return sample
         there = torch.zeros(self._units, dtype=torch.bool)
         there[sample] = True
@@ -380,15 +382,13 @@ class Vault:
 
         Guarantee: shapes do not depend on the records; where there is none there are zeros, of weight zero.
         """
-        order = shuffled(chosen)
-        groups = [order] if lanes == 1 else [order[self._labels_of(order) == lane] for lane in range(lanes)]
-        for start in range(0, max(map(len, groups)), size):
-            index = torch.full((lanes, size), -1)
-            for row, group in zip(index, groups, strict=True):
-                here = group[start : start + size]
-                row[: len(here)] = here
+        labels = torch.zeros_like(self._unit_of) if self._labels is None else self._labels
+        groups = [chosen] if lanes == 1 else [chosen[labels[chosen] == lane] for lane in range(lanes)]
+        seats = [seated(group, self._persons, size) for group in groups]
+        seats = [nn.functional.pad(row, (0, max(map(len, seats)) - len(row)), value=-1) for row in seats]
+        for index in torch.stack(seats).split(size, 1):
             there, place = index >= 0, index.clamp_min(0)
-            records = [self._pixels(index), torch.where(there, self._labels_of(place), 0).to(self.device)]
+            records = [self._pixels(index), torch.where(there, labels[place], 0).to(self.device)]
             if normals:
                 records.append(self._normals(index, math.prod(normals)).reshape(lanes, size, *normals))
             yield records, torch.where(there, self._weights[place], 0.0).to(self.device)
@@ -399,9 +399,6 @@ class Vault:
         images = images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
         empty = (index < 0).reshape(*index.shape, *(1 for _ in images.shape[index.ndim :]))
         return images.masked_fill_(empty.to(self.device), 0)
-
-    def _labels_of(self, index: Tensor) -> Tensor:
-        return torch.zeros_like(index) if self._labels is None else self._labels[index]
 
     def _normals(self, index: Tensor, count: int) -> Tensor:
         """Return random numbers of each record of a batch. Guarantee: independent of each other and everything else."""
@@ -426,8 +423,7 @@ class Vault:
                 raise LedgerError(f"the ledger was opened with another {field}; resume with the same settings")
 
     def _new_run(self) -> str:
-        """Return a name for this run, by which the data set's budget knows it."""
-        return secrets.token_hex(16)
+        return secrets.token_hex(16)  # by which the data set's budget knows this run
 
     def _event(self, release: Release) -> dict[str, Any]:
         """Return a release as ledger and certificate write it. Guarantee: all that epsilon depends on."""
@@ -448,8 +444,8 @@ class Vault:
 
     @property
     def _margin(self) -> float:
-        """Of a bound: what the records of a unit, coming or going, can change by taking places."""
-        return self._passes * PLACE_MARGIN * self._most
+        """Of a bound: what the one unit whose places another one takes can change, in each class at most."""
+        return self._passes * PLACE_MARGIN.get(self.device.type, 1e-2) * math.sqrt(min(self._most, len(self.classes)))
 
     def _void(self, reason: str) -> None:
         """Guarantee: on the disk when this returns, for this run and for the data set's budget."""
@@ -463,7 +459,7 @@ class Vault:
 
         For an error is an answer without noise: an operator can be made to fail on one image and on no other.
         """
-        failed, cudnn = "", torch.backends.cudnn  # convolutions whose derivatives come out the same each time
+        failed, cudnn = "", torch.backends.cudnn  # deterministic convolutions
         with torch.no_grad(), cudnn.flags(cudnn.enabled, False, False, True, cudnn.allow_tf32):
             try:
                 yield

@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import ImageSet
-from sfumato.engine import Performance, calibrate
+from sfumato.engine import Performance, Vault, calibrate
 from sfumato.engine import gradients as engine
 from sfumato.engine.layers import Call, Part
 from sfumato.engine.recording import Recorded
 from sfumato.methods.check import check_unit_variance
 from sfumato.nets.stacked import one, stacked
 from sfumato.nets.unet import UNet
-from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release, Vault
+from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release
 from sfumato.privacy import vault as module
 
 BOUNDS = {"front": 0.3, "back": 2.0}
@@ -455,7 +455,7 @@ def test_a_hundredth_is_charged_at_a_time(tmp_path: Path) -> None:
         for _ in range(2):
             vault.gradient(network(), squares, release="g", bound=1.0)
         assert ledger.charged("g") == 2
-        assert vault.remaining("g") == 198
+        assert vault.asked["g"] == 2
         line = ledger.entries[-1]
         assert (line["kind"], line["name"], line["noise"], line["sampling_prob"]) == ("charge", "g", "fast", 0.5)
     with pytest.raises(LedgerError, match="closed"):
@@ -641,18 +641,29 @@ def test_a_wrong_rule_moves_the_sum_by_no_more(
     assert a.isfinite().all()
 
 
+def test_a_wrong_engine_moves_the_sum_by_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any engine: whatever a function gives, `vectors` clips."""
+    weight = torch.ones(64)
+
+    def wild(shared: dict[str, torch.Tensor], image: torch.Tensor) -> list[Any]:
+        flat = image.flatten() * shared["weight"]
+        return [flat.exp() * 1e9, (flat[None, :8] / (flat[0] - flat[0]).abs(), flat[None]), flat.sum()]
+
+    with recorded(monkeypatch) as seen:
+        for data in (records(), with_one(records(), torch.full((1, 1, 8, 8), 3.0), 1)):
+            vault = opened(data, size=4)
+            vault.vectors(wild, {"weight": weight}, release="g", groups=[(1.0, [0, 2]), (0.5, [1])])
+    (a, radius), (b, same) = seen
+    assert radius == same == pytest.approx(math.hypot(1.0, 0.5), rel=0.01)
+    assert float((a - b).norm()) <= radius
+    assert a.isfinite().all()
+
+
 # -- how it is computed -------------------------------------------------------------------------------------
 
 
 def test_lower_precision_is_for_a_gpu() -> None:
     refused(network(), performance=Performance(precision=torch.bfloat16), match="on a CPU")
-
-
-def test_gradients_need_an_engine() -> None:
-    vault = Vault(records(), calibrate([Release("g", 5)], Budget(1)))
-    with pytest.raises(ValueError, match="performance"):
-        vault.gradient(network(), squares, release="g", bound=1.0)
-    assert vault.ledger.charged("g") == 0
 
 
 def test_a_recording_on_a_cpu_is_the_function() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.engine import Vault
 from sfumato.methods.atelier import CAUTIOUS, ENCODED, Atelier, Components
 from sfumato.methods.check import _check_neighbours
 from sfumato.methods.registry import load
-from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 6,

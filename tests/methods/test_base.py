@@ -12,10 +12,11 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
+from sfumato.engine import Vault
 from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
 from sfumato.methods.dp_lflow import COLD
 from sfumato.methods.registry import METHODS, create
-from sfumato.privacy import BudgetExceeded, Vault
+from sfumato.privacy import BudgetExceeded
 
 QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
 

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.encoders import load_perceptual
+from sfumato.engine import Vault
 from sfumato.evaluate import downstream_accuracy
 from sfumato.functional import Frequencies, Gaussian, Part, Points
 from sfumato.methods.check import check_synthesizer
 from sfumato.methods.dp_kernel import Following, KernelGenerator, published_loss, reconciled, roughness, smooth_images
 from sfumato.methods.registry import create, load
 from sfumato.methods.seeing import Encoded, Taught, Vectors
-from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 2,

@@ -11,12 +11,13 @@ import torch
 
 from sfumato import noise_multiplier, verify
 from sfumato.data import DataError, ImageSet, load_images
+from sfumato.engine import Vault
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
+from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.dp_lflow import COLD, LatentFlow, LatentNetwork, sharpened
 from sfumato.methods.registry import load
 from sfumato.nets.stacked import one
-from sfumato.privacy import Vault
 
 QUICK: dict[str, Any] = {
     "steps": 3,
@@ -128,7 +129,7 @@ def test_models_are_saved_and_loaded(options: dict[str, Any], few_digits: ImageS
     assert verify(tmp_path / "run" / "certificate.json")
     with pytest.raises(DataError, match="holds a run already"):
         LatentFlow(**{**QUICK, **options}).fit(few_digits, run_dir=tmp_path / "run")
-    with pytest.raises(DataError, match="their budget is spent"):
+    with pytest.raises(DataError, match="holds a finished run"):
         LatentFlow(**{**QUICK, **options, "sharpness": 3.0}).fit(few_digits, run_dir=tmp_path / "run", resume=True)
 
 
@@ -206,6 +207,7 @@ def test_it_learns_digits(variant: str, digits: ImageSet) -> None:
 def test_lessons_are_public_and_help(digits: ImageSet) -> None:
     """Weights before the first gradient come from the seed alone, and reconstruct better than random ones."""
     model = LatentFlow(**{**QUICK, "code": 8, "width": 8, "lessons": 300})
+    model._checkpoints = Checkpoints(None, None)  # type: ignore[arg-type]
     public = digits.public()
     images = digits.images[:100].float() / 127.5 - 1
     found = []
@@ -226,6 +228,7 @@ def test_painted_images_teach_each_class_its_own(variant: str, digits: ImageSet)
     sizes = {"code": 8, "width": 8, "couplings": 2, "hidden": 24}
     model = LatentFlow(variant=variant, warm_steps=150, warm_batch=16, warm_rate=1e-2, device="cpu", **sizes)
     model.public_, model.counts_ = digits.public(), torch.ones(10)
+    model._checkpoints = Checkpoints(None, None)  # type: ignore[arg-type]
 
     def recognised(network: LatentNetwork) -> float:
         model.network_ = network

@@ -14,9 +14,10 @@ import sfumato as sf
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.encoders.private import PrivateEncoder
 from sfumato.encoders.weights import sha256_of
-from sfumato.engine import Performance
+from sfumato.engine import Performance, Vault
 from sfumato.evaluate import downstream_accuracy
 from sfumato.methods.check import check_synthesizer
+from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.dp_mepf import (
     CONFIDENCE,
     Embedding,
@@ -28,7 +29,7 @@ from sfumato.methods.dp_mepf import (
     tones,
 )
 from sfumato.methods.generating import Training
-from sfumato.privacy import Budget, Plan, Release, Vault
+from sfumato.privacy import Budget, Plan, Release
 
 FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
 QUICK: dict[str, Any] = {
@@ -139,7 +140,7 @@ def test_a_private_encoder_learns_to_tell_classes(few_digits: ImageSet) -> None:
     release = Release("encoder", 60, 0.5, 0.1)
     vault = Vault(few_digits, Plan([release], Budget(1e6)), secure=False, performance=Performance())
     network = PrivateEncoder(few_digits.shape, len(few_digits.classes), seed=0)
-    network.learn(vault, release, len(few_digits))
+    network.learn(vault, release, len(few_digits), Checkpoints(None, vault).loop)
     with torch.no_grad():
         scores = network.classifier(network(few_digits.images.float() / 127.5 - 1)[-1].mean((2, 3)))
     assert few_digits.labels is not None

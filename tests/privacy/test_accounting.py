@@ -155,7 +155,6 @@ def test_a_plan_accounts_itself() -> None:
 def test_the_unit_does_not_change_the_accounting() -> None:
     image, person = (calibrate([Release("a", 20, 0.1)], Budget(1, unit=unit)) for unit in ("image", "person"))
     assert image["a"].noise == person["a"].noise
-    assert "one person" in str(person)
     with pytest.raises(ValueError, match="unit must be one of"):
         Budget(1, unit="household")  # type: ignore[arg-type]
 
@@ -223,14 +222,6 @@ def test_library_remarks_do_not_reach_users(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         dp_accounting.rdp.RdpAccountant().compose(event, 300)
     assert caplog.records
-
-
-def test_a_plan_prints() -> None:
-    plan = calibrate([Release("counts", weight=4), Release("embedding")], Budget(1))
-    assert isinstance(plan, Plan)
-    text = str(plan)
-    assert "embedding" in text
-    assert "epsilon 1.0000 of 1 at delta 1e-05, add-remove" in text
 
 
 def test_a_release_holds_plain_numbers_that_nobody_can_change() -> None:

@@ -137,7 +137,11 @@ def broad(source: str) -> list[int]:
 
 @pytest.mark.parametrize("path", PRIVACY, ids=name)
 def test_no_error_is_swallowed(path: Path) -> None:
-    assert not broad(path.read_text())
+    """But for the one place that makes of each error on private images a broken promise."""
+    tree = ast.parse(path.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_void_on_failure"]
+    allowed = [line for guard in guards for line in broad(ast.unparse(guard))]
+    assert len(broad(path.read_text())) == len(allowed) <= (path.name == "vault.py")
 
 
 def test_these_tests_can_fail() -> None:

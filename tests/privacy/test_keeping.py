@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.engine import Performance, calibrate
-from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release, Vault
-from sfumato.privacy import keeping as module
-from sfumato.privacy.keeping import LOG, Kept
+from sfumato import keeping as module
+from sfumato.engine import Performance, Vault, calibrate
+from sfumato.keeping import LOG, Kept
+from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release
 
 RELEASES = (Release("once"), Release("often", 300, 0.5), Release("gradients", 300, 0.5))
 
@@ -42,11 +42,10 @@ def run(folder: Path, *, keep: bool = True) -> Iterator[Vault]:
     """A vault on the ledger and the results of this folder, as a process that begins or goes on."""
     with Ledger(folder / "ledger.jsonl") as ledger:
         plan = calibrate(RELEASES, Budget(1))
-        vault = Vault(
-            DATA, plan, ledger=ledger, folder=folder if keep else None, performance=Performance(batch_size=16)
-        )
-        yield vault
-        vault.close()
+        kept = Kept(folder, ledger) if keep else None
+        yield Vault(DATA, plan, ledger=ledger, kept=kept, performance=Performance(batch_size=16))
+        if kept is not None:
+            kept.close()
 
 
 def ask(vault: Vault, name: str) -> torch.Tensor:
@@ -198,7 +197,7 @@ def test_forgotten_results_are_never_drawn_again(tmp_path: Path, noised: list[st
         vault.skip(asked)
         assert torch.equal(ask(vault, "often"), later)
         assert not noised
-        assert vault.remaining("often") == 296
+        assert vault.asked["often"] == 4
 
 
 def test_forgetting_twice_and_after_a_restart(tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_without_a_folder_what_was_charged_is_spent(tmp_path: Path) -> None:
         ask(vault, "often")
         vault.forget()
     with run(tmp_path, keep=False) as vault:
-        assert (vault.remaining("once"), vault.remaining("often")) == (0, 297)  # a block of three
+        assert (vault.asked["once"], vault.asked["often"]) == (1, 3)  # a block of three
         with pytest.raises(BudgetExceeded):
             ask(vault, "once")
     assert not (tmp_path / LOG).exists()

@@ -18,7 +18,7 @@ def written(path: Path) -> Path:
         ledger.append("open", delta=1e-5)
         ledger.append("charge", name="a", times=2)
         ledger.append("charge", name="a", times=3)
-        ledger.append("checkpoint", name="a", sha256="0")
+        ledger.append("charge", name="other", times=4)
     return path
 
 

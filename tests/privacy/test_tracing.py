@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from sfumato.engine import Performance, calibrate
-from sfumato.privacy import Budget, Release, Vault
+from sfumato.engine import Performance, Vault, calibrate
+from sfumato.privacy import Budget, Release
 from sfumato.privacy.tracing import TRIED, per_record, public_records, same_rows, trace, try_out
 
 CPU = torch.device("cpu")
@@ -119,7 +119,10 @@ def refused() -> dict[str, tuple[Callable[..., Any], str]]:
         ),
         "instance norm with memory": (lambda x: instance(x).flatten(1), "batch norm in training mode"),
         "a captured tensor": (lambda x: x.flatten(1) * KEPT.mul_(2), "outlives the call"),
-        "a copy into a captured tensor": (lambda x: (KEPT.copy_(x.flatten()), x.flatten(1))[1], "outlives the call"),
+        "a copy into a captured tensor": (
+            lambda x: (KEPT.copy_(x.flatten(1)[0]), x.flatten(1))[1],
+            "outlives the call",
+        ),
         "a view of a captured tensor": (lambda x: x.flatten(1) + KEPT[:4].add_(1).sum(), "outlives the call"),
         "its own input": (lambda x: x.mul_(2).flatten(1), "outlives the call"),
         "a buffer": (WithState("buffer"), "outlives the call"),
@@ -139,7 +142,7 @@ def refused() -> dict[str, tuple[Callable[..., Any], str]]:
         "the neighbour": (lambda x: x.roll(1, 0).flatten(1), "mixes the images"),
         "a scalar": (lambda x: x.sum(), "one row per image"),
         "one row for all": (lambda x: x.flatten(1).sum(0, keepdim=True), "mixes the images"),
-        "two rows": (lambda x: x.flatten(1).expand(2, -1), "one row per image"),
+        "two rows": (lambda x: torch.cat([x.flatten(1), x.flatten(1)]), "one row per image"),
         "its text": (lambda x: x.flatten(1) * len(repr(x)), "mixes the images|cannot be traced"),
     }
 
