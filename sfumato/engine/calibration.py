@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +31,9 @@ HEADROOM = 2e-6  # relative: certificates round epsilon up in the sixth digit
 
 def calibrate(releases: Sequence[Release], budget: Budget) -> Plan:
     """Return the plan with the least noise, in the releases' proportions, that keeps within the budget."""
-    return _calibrated(tuple(releases), budget)
+    plan = copy.copy(_calibrated(tuple(releases), budget))
+    object.__setattr__(plan, "bounds", dict(plan.bounds))  # what is cached stays as it is
+    return plan
 
 
 @lru_cache(maxsize=256)

@@ -177,6 +177,7 @@ class Synthesizer(ABC):
                     f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder"
                 )
             if (folder / "certificate.json").exists():
+                remove_checkpoint(folder)
                 raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # nothing of an earlier fit may meet this one's certificate

@@ -46,9 +46,8 @@ class Checkpoints:
         if self._path is not None and self._path.exists():
             with safe_open(self._path, "pt") as file:
                 self._notes = json.loads(file.metadata()["loops"])
-                for name in file.keys():  # noqa: SIM118
-                    loop, _, rest = name.partition("/")
-                    self._tensors.setdefault(loop, {})[rest] = file.get_tensor(name)
+                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self._tensors = {loop: _below(held, loop) for loop in self._notes}
 
     def loop(self, name: str, total: int, **parts: Part) -> Iterator[int]:
         """Yield the steps of a loop with a progress bar; of a resumed one, those that are left.

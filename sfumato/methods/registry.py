@@ -87,6 +87,8 @@ def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
         public = PublicFacts(**{**facts, "shape": tuple(facts["shape"]), "classes": tuple(facts["classes"])})
         covered = Certificate.load(source / "certificate.json").outputs
         for name in ("model.safetensors", "config.json"):
+            if not (source / name).exists():
+                raise DataError(f"{source} holds no finished model: {name} is missing")
             if covered.get(name) != file_digest(source / name):
                 raise DataError(f"{source / name} is not the file that the run's certificate covers; nothing was drawn")
         model = create(content["method"]).from_json({**content["parameters"], "device": device})

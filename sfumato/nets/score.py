@@ -10,18 +10,16 @@ U(x) = |x|^2 / (2 (s^2 + d^2)) - (d / s) <u, G(u)>, u = c x, which is at hand: a
 
 from __future__ import annotations
 
-import warnings
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.func import grad_and_value, jvp
+from torch.func import grad_and_value, vjp
 
 from sfumato.nets.unet import UNet
 
 DATA = 0.5  # d: the scale of images, public
 KINDS = ("score", "energy")
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Score(nn.Module):
@@ -108,9 +106,9 @@ def sliced_loss(
 
     `projected`: directions u for a second term (u . score)^2 / 2, in place of its mean over directions.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on the first use of `jvp`
-        score, turned = cast(Pair, jvp(lambda x: network(x, levels, labels, code), (noisy,), (slices,)))
+    # v . J v = v . J' v, and a product with the transpose can be traced.
+    score, back = cast(Any, vjp(lambda x: network(x, levels, labels, code), noisy))
+    (turned,) = back(slices)
     weight = levels.square() / noisy[0].numel()
     squares = _dot(score, score) if projected is None else _dot(projected, score).square()
     return weight * (_dot(slices, turned) + squares / 2)

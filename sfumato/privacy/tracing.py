@@ -96,6 +96,12 @@ def _check(graph: Graph, what: str) -> None:
     writes to anything that outlives a call.
     """
     for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ValueError(
+                f"{what} draws random numbers ({node.target}); draw them before and pass them as constants, ask for "
+                "numbers of each image's own (draws=), and put networks with dropout into eval mode"
+            )
+    for node in graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph.owning_module, str(node.target)), FakeTensor):
             raise ValueError(f"{what} keeps a tensor that it made while it was traced; make such tensors before")
         if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
@@ -103,14 +109,7 @@ def _check(graph: Graph, what: str) -> None:
         target, made = node.target, tree_leaves(node.meta.get("val"))
         if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
             raise ValueError(f"{what} uses {target}, which leaves the graph; use PyTorch's own operators only")
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            raise ValueError(
-                f"{what} draws random numbers ({target}); draw them before and pass them as constants, ask for numbers "
-                "of each image's own (draws=), and put networks with dropout into eval mode"
-            )
-        if any(
-            isinstance(side, torch.SymInt) for each in made if isinstance(each, torch.Tensor) for side in each.shape
-        ):
+        if any(isinstance(side, torch.SymInt) for each in made for side in getattr(each, "shape", ())):
             raise ValueError(f"{what} uses {target}, whose outcome has no fixed shape: {DECISION}")
         if target._schema.name.startswith(("aten::empty", "aten::new_empty")) and not _filled(node):
             raise ValueError(f"{what} reads uninitialised memory ({target}); use zeros")

@@ -18,7 +18,6 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -178,11 +177,15 @@ class Vault:
         """
         graph, shape = self._traced(transform, (), False)
         home, size = self._images.device, self._batch_size(self._performance)
-        kept = torch.zeros(len(self._images), *shape, device=home)
-        with self._void_on_failure():
-            for index in seated(self._chosen, self._persons, size).split(size):
+
+        def every() -> Tensor:
+            kept = torch.zeros(len(self._images), *shape, device=home)
+            for index in seated(self._chosen, self._persons, size).split(size) if self._units else ():
                 rows = per_record(graph, 0, 1)(self._pixels(index)).float().to(home)
                 kept[index[index >= 0].to(home)] = rows[(index >= 0).to(home)]
+            return kept
+
+        kept = self._void_on_failure(every)
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
         mapped._images, mapped._traces, mapped._passes = kept, {}, self._passes + 1
@@ -222,8 +225,7 @@ class Vault:
             self._asked[release.name] += 1
         if kept is not None:
             return kept.to(self.device)
-        with self._void_on_failure():
-            total = exact()
+        total = self._void_on_failure(exact)
         noised = (self._noised(release, total, query.radius, self._secure(release)) * query.unit).float()
         if self._kept is not None:
             self._kept.put(release.name, number, noised)
@@ -253,7 +255,7 @@ class Vault:
     ) -> Tensor:
         """Return the exact sum over a fresh Poisson sample, [rows, width], float64. Guarantee: for `_noised` only."""
         total = torch.zeros(query.rows, query.width, dtype=torch.float64, device=self.device)
-        for records, weights in self._batches(self._drawn(release), lanes, size, normals):
+        for records, weights in self._batches(self._drawn(release), lanes, size, normals) if self._units else ():
             total += query.run(weights, *shared, *records)
         return total
 
@@ -453,24 +455,22 @@ class Vault:
         if self._account is not None:
             self._account.void(self.ledger.entries[0]["run"], reason)
 
-    @contextmanager
-    def _void_on_failure(self) -> Iterator[None]:
+    def _void_on_failure(self, compute: Callable[[], Tensor]) -> Tensor:
         """Guarantee: where something fails on private images, the promise is void, on the disk, before that shows.
 
         For an error is an answer without noise: an operator can be made to fail on one image and on no other.
         """
-        failed, cudnn = "", torch.backends.cudnn  # deterministic convolutions
-        with torch.no_grad(), cudnn.flags(cudnn.enabled, False, False, True, cudnn.allow_tf32):
+        tf32 = torch.backends.cudnn.allow_tf32
+        with torch.no_grad(), torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=tf32):
             try:
-                yield
+                return compute()
             except Exception as error:  # not Ctrl-C, which tells of no image
                 failed = f"the computation failed on private images with {type(error).__name__}"
-        if failed:  # raised here, where the error and all that it holds is forgotten
-            self._void(failed)
-            raise FailedOnPrivate(
-                f"{failed}; what it said is not shown: it could hold pixels. That it failed may tell of an image, so "
-                "this run promises nothing any more: mend the cause (memory: smaller batches), and start a new run"
-            )
+        self._void(failed)  # here the error and all that it holds is forgotten
+        raise FailedOnPrivate(
+            f"{failed}; what it said is not shown: it could hold pixels. That it failed may tell of an image, so this "
+            "run promises nothing any more: mend the cause (memory: smaller batches), and start a new run"
+        )
 
     def __repr__(self) -> str:
         return f"Vault({len(self.classes)} classes, shape {tuple(self._images.shape[1:])})"
