@@ -32,10 +32,10 @@ from running import Job, Row, arguments, carry_out, known, load
 
 import sfumato as sf
 from sfumato.data import ImageSet, contact_sheet
+from sfumato.engine import Performance, Vault, calibrate
 from sfumato.evaluate import ANNEALED, Recipe, downstream_accuracy, fidelity
 from sfumato.methods import dp_mepf
 from sfumato.methods.generating import Training
-from sfumato.engine import Performance, Vault, calibrate
 from sfumato.privacy import Budget, Release
 
 BUDGETS = (1.0, 10.0, 0.2, math.inf)

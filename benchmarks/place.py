@@ -1,4 +1,4 @@
-"""How much a record's row, or clipped gradient, depends on its place in a batch, by rounding: what `PLACE_MARGIN` is for.
+"""How much a row, or a clipped gradient, depends on its place in a batch, by rounding: what `PLACE_MARGIN` is for.
 
     python benchmarks/place.py --json benchmarks/results/place.json
 

@@ -15,9 +15,9 @@ import dp_accounting
 import pytest
 from dp_accounting import rdp
 
-from sfumato.engine.calibration import calibrate
-from sfumato.account import ORDERS, Account
-from sfumato.privacy.accounting import Plan, Release, bounds, epsilon, least, renyi
+from sfumato.account import ORDERS, Account, renyi
+from sfumato.engine import calibrate, epsilon
+from sfumato.privacy.accounting import Plan, Release, bounds, least
 from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 from sfumato.privacy.ledger import Ledger, LedgerError
 

@@ -460,8 +460,8 @@ class Vault:
 
         For an error is an answer without noise: an operator can be made to fail on one image and on no other.
         """
-        tf32 = torch.backends.cudnn.allow_tf32
-        with torch.no_grad(), torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=tf32):
+        steady = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **steady):
             try:
                 return compute()
             except Exception as error:  # not Ctrl-C, which tells of no image

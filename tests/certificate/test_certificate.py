@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from sfumato.engine.calibration import calibrate
-from sfumato.privacy.accounting import Release
-from sfumato.privacy.budget import Budget
 from sfumato.certificate import Certificate, verify
 from sfumato.certificate.issue import FORMAT
 from sfumato.certificate.statement import rounded_up
+from sfumato.engine.calibration import calibrate
+from sfumato.privacy.accounting import Release
+from sfumato.privacy.budget import Budget
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 
 STEPS = [Release("counts", weight=4, nonnegative=True), Release("steps", 20, 0.1)]

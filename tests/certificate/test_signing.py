@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from sfumato.certificate import signing
+from sfumato.certificate import Certificate, signing, verify
 from sfumato.privacy.accounting import Release
-from sfumato.certificate import Certificate, verify
 from sfumato.privacy.ledger import Ledger
 
 pytest.importorskip("cryptography")
