@@ -10,7 +10,7 @@ U-Net with group norms, on --unet images.
 Measured: what makes a gradient, from drawing the sample to the noised sum (without privacy: forward and backward on a
 fixed batch of the expected size; Opacus: forward, backward, clipping and noise on that batch, one class after another,
 with one bound for all parameters). No optimiser's step. Runs alternate; the median counts. `vmap` and `linear` are
-`Vault.gradient` with no rules for layers, or none for convolutions; `recorded` is `Performance(record=True)`, `as a graph`
+`gradient` with no rules for layers, or none for convolutions; `recorded`: `Performance(record=True)`, `as a graph`
 the step without privacy as a CUDA graph, too (their memory is held between steps and not in the figure); `bf16` has the
 network in bfloat16. Ratios are to the faster step without privacy and without a graph. Opacus (1.6.0,
 with opt_einsum and scipy; nothing else of it is needed) is left out where it is not installed.
