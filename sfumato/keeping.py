@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from sfumato.privacy.ledger import Ledger, LedgerError, flush_folder
 
 LOG = "releases.log"
+CHUNK = 2**30  # bytes in one call of the operating system
 
 
 class Kept:
@@ -36,7 +39,10 @@ class Kept:
             raise LedgerError(f"{self._path} is gone: what was charged is spent; start a new run")
         self._log = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         flush_folder(folder)
-        os.ftruncate(self._log, self._scan(os.pread(self._log, os.fstat(self._log).st_size, 0)))
+        size = os.fstat(self._log).st_size
+        with mmap.mmap(self._log, size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
+            whole = self._scan(data)
+        os.ftruncate(self._log, whole)
 
     def get(self, name: str, number: int) -> torch.Tensor | None:
         """Return a kept result. Guarantee: exactly what was stored; raises for one that was forgotten."""
@@ -47,7 +53,10 @@ class Kept:
         if (name, number) not in self._places:
             return None
         begin, header = self._places[name, number]
-        data = bytearray(os.pread(self._log, header["bytes"], begin))
+        parts = (
+            os.pread(self._log, min(CHUNK, header["bytes"] - at), begin + at) for at in range(0, header["bytes"], CHUNK)
+        )
+        data = bytearray(b"".join(parts))
         return torch.frombuffer(data, dtype=torch.float32).reshape(header["shape"]).clone()
 
     def put(self, name: str, number: int, result: torch.Tensor) -> None:
@@ -79,12 +88,16 @@ class Kept:
         header |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         line = json.dumps(header).encode() + b"\n"
         begin = os.lseek(self._log, 0, os.SEEK_END)
-        if os.write(self._log, line + data) != len(line) + len(data):
-            raise LedgerError("the disk is full: this result is lost, nothing has left; free space and resume")
-        os.fsync(self._log)
+        with ExitStack() as failed:
+            failed.callback(os.ftruncate, self._log, begin)  # nothing may stand behind an entry that is not whole
+            for part in (line, *(data[start : start + CHUNK] for start in range(0, len(data), CHUNK))):
+                if os.write(self._log, part) != len(part):
+                    raise LedgerError("the disk is full: this result is lost, nothing has left; free space and resume")
+            os.fsync(self._log)
+            failed.pop_all()
         return begin + len(line), header
 
-    def _scan(self, data: bytes) -> int:
+    def _scan(self, data: bytes | mmap.mmap) -> int:
         """Find the kept results; return where the first entry that is not whole begins."""
         begin = 0
         while (end := data.find(b"\n", begin) + 1) > 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfumato.certificate.issue import Certificate, file_digest
+from sfumato.certificate.issue import content_digest, file_digest
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.atelier import Atelier
 from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
@@ -85,7 +85,10 @@ def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
             raise DataError(f"{source}: format {content['format']!r} is not {FORMAT!r}")
         facts = content["public"]
         public = PublicFacts(**{**facts, "shape": tuple(facts["shape"]), "classes": tuple(facts["classes"])})
-        covered = Certificate.load(source / "certificate.json").outputs
+        stated = json.loads((source / "certificate.json").read_text("utf-8"))
+        if stated["digest"] != content_digest(stated):
+            raise DataError(f"{source / 'certificate.json'} was edited after it was made; nothing was drawn")
+        covered = stated["outputs"]
         for name in ("model.safetensors", "config.json"):
             if not (source / name).exists():
                 raise DataError(f"{source} holds no finished model: {name} is missing")

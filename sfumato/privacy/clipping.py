@@ -47,8 +47,7 @@ def clipped_sum(pieces: Sequence[Piece], groups: Groups, weights: torch.Tensor) 
     is multiplied by the record's weight, [lanes, records].
 
     Guarantee: a record adds a vector of norm at most its weight times the root of the sum of squared bounds, up to the
-    rounding of float32. A record with a number that is not finite, or out of all proportion, adds zero. Each piece is
-    in exactly one group.
+    rounding of float32. A record with a number that is not finite, or out of all proportion, adds zero.
     """
     if sorted(place for _, places in groups for place in places) != list(range(len(pieces))):
         raise ValueError("each piece of a gradient must be in exactly one group")

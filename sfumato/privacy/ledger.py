@@ -43,7 +43,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str] | None = None, *, wait: float = 0.0) -> None:
         self.path = None if path is None else Path(path).resolve()  # one lock, whatever link led here
         self.entries: list[dict[str, Any]] = []
-        self._spending, self._owner, self._open = threading.RLock(), os.getpid(), True
+        self._spending, self._owner, self._open, self.taken = threading.RLock(), os.getpid(), True, False
         self._lock: int | None = None  # file descriptors: nothing is buffered between us and the disk
         self._file: int | None = None
         if self.path is not None:

@@ -41,10 +41,7 @@ def add_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def add_discrete_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
-    """Integer `total` plus exact discrete Gaussian noise ("secure").
-
-    Guarantee: at least that of continuous Gaussian noise of standard deviation `scale` (module docstring).
-    """
+    """Integer `total` plus exact discrete Gaussian noise. Guarantee: as continuous noise of that scale (proof 3)."""
     if total.dtype != torch.int64:
         raise TypeError("the discrete mechanism needs an int64 tensor")
     _check(scale)

@@ -8,20 +8,17 @@ import torch
 from sfumato.privacy.randomness import device_generator, host_generator
 
 
-def poisson_sample(units: int, probability: float | np.ndarray) -> torch.Tensor:
+def poisson_sample(units: int, probability: float) -> torch.Tensor:
     """Return the indices of a fresh Poisson sample of units, ascending; it may be empty.
-
-    `probability` is one number for all units, or an array with one for each.
 
     Guarantee: independent inclusion with `probability`, exact to 2^-53, which is the sampling that
     `accounting` charges for. Nothing outside this call can influence or repeat the draw.
     """
-    each = np.asarray(probability, dtype=np.float64)
-    if each.shape not in ((), (units,)) or not np.all((each > 0) & (each <= 1)):
-        raise ValueError(f"sampling probability must lie in (0, 1], got {probability if not each.shape else 'others'}")
-    if not each.shape and each == 1:
+    if not 0 < probability <= 1:
+        raise ValueError(f"sampling probability must lie in (0, 1], got {probability}")
+    if probability == 1:
         return torch.arange(units)
-    return torch.from_numpy((host_generator().random(units) < each).nonzero()[0])
+    return torch.from_numpy((host_generator().random(units) < probability).nonzero()[0])
 
 
 def shuffled(index: torch.Tensor) -> torch.Tensor:

@@ -42,15 +42,16 @@ def trace(function: Callable[..., Any], *examples: Any, what: str = "this featur
         raise ValueError(f"{what} cannot be traced: {error}\nIf this is about values: {DECISION}") from None
     traced.graph.eliminate_dead_code()
     _check(traced.graph, what)
+    for name in {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}:
+        held = getattr(traced, name).detach()  # the same memory in a tensor of our own, which nobody can exchange
+        delattr(traced, name)
+        setattr(traced, name, held)
     traced.recompile()
     return traced
 
 
 def per_record(graph: GraphModule, shared: int, records: int) -> Callable[..., Any]:
-    """Return the graph as a function of `shared` arguments, the same for all, and `records` batches.
-
-    Guarantee: each output row is computed from one record and what is shared: that is what `torch.vmap` does.
-    """
+    """Return the graph over batches. Guarantee: a row comes from one record and what is `shared`, as `vmap` does it."""
     return torch.vmap(graph, in_dims=(None,) * shared + (0,) * records, randomness="error")
 
 
@@ -64,7 +65,7 @@ def try_out(graph: GraphModule, shared: Sequence[Any], records: Sequence[Tensor]
         alone = [tree_leaves(graph(*shared, *(part[index] for part in records))) for index in range(len(records[0]))]
     except RuntimeError as error:
         raise ValueError(f"{what} cannot be computed record by record: {error}") from None
-    largest = max(float(rows.abs().nan_to_num(0, 0, 0).max()) for rows in together)
+    largest = max(float(rows.double().abs().nan_to_num(0, 0, 0).max()) for rows in together)
     coarse = any(rows.dtype in (torch.bfloat16, torch.float16) for rows in together)
     for rows, single in zip(together, zip(*alone, strict=True), strict=True):
         message = f"{what} uses an operator that mixes records under torch.vmap"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from sfumato.privacy.tracing import TRIED, per_record, public_records, same_rows
 
 Function = Callable[..., Any]
 GRID_STEPS = 2**20  # integer steps of the secure form per bound, times the square root of the dimension
-PLACE_MARGIN = {"cpu": 1e-6, "cuda": 1e-3}  # of a bound; measured: 0 and 1.7e-4 (benchmarks/results/place*.json)
+PLACE_MARGIN = {"cpu": 1e-4, "cuda": 1e-3}  # of a bound; measured: 3e-5 and 1.7e-4 (docs/proofs.md, 4)
 MAX_PER_PERSON = 1000
 RESIDENT = 2**32  # bytes of images that may live on an accelerator
 
@@ -68,8 +69,7 @@ class Vault:
     - performance: how to compute faster (`engine.Performance`). It is told neither noise nor budget.
 
     Guarantee: everything that leaves, except through `unprotected`, is the Gaussian mechanism on a Poisson sample with
-    the noise and probability of its ledger line; the composition of all lines is within the plan's budget, checked
-    before an image is read. Image shape, class names and their number are public.
+    the noise and probability of its ledger line; all lines together are within the plan's budget.
     """
 
     def __init__(
@@ -88,24 +88,25 @@ class Vault:
     ) -> None:
         self.plan, self.classes, self.secure, self.device = plan, tuple(records.classes), secure, torch.device(device)
         self.ledger, self._account = ledger if ledger is not None else Ledger(), account
-        self._images = records.images.detach()
-        if self._images.nbytes <= RESIDENT:
-            self._images = self._images.to(self.device)
+        images = records.images.detach()
+        self._images = images.to(self.device) if images.nbytes <= RESIDENT else images
         self._labels = _checked(records.labels, len(self._images), len(self.classes))
         self._seat_units(getattr(records, "persons", None), max_per_person)
         self._performance, self._passes, self._asking = performance, 1, threading.RLock()
         self._traces: dict[str, tuple[list[Any], list[Any], Any]] = {}
         self._open(facts or {})
+        if self.ledger.taken:
+            raise LedgerError("this ledger has a vault already, and two would share its charges; use one vault")
+        self.ledger.taken = True
         self._kept = kept  # what was charged and not kept is spent: it may have been handed out
         self._asked = Counter({r.name: self.ledger.charged(r.name) if kept is None else 0 for r in plan.releases})
         if account is not None:
             account.reserve(self.ledger.entries[0]["run"], plan, (facts or {}).get("method"))
+            if self.ledger.void:  # a kill may have come between the two
+                account.void(self.ledger.entries[0]["run"], self.ledger.void)
 
     def counts(self, *, release: str = "counts") -> Tensor:
-        """Return noisy numbers of units per class, [classes], unrounded and possibly negative.
-
-        A person with images of several classes counts in each by their share. Guarantee: a sum of one-hot rows, norm 1.
-        """
+        """Return noisy numbers of units per class, [classes], unrounded; each image of a person counts its share."""
         return self.sum(_ones, release=release, bound=1.0, by_class=True)[:, 0]
 
     def sum(
@@ -161,8 +162,9 @@ class Vault:
         numbers, which makes the charged event.
         """
         planned, faster = self._planned(release), performance or self._performance
-        if self._secure(planned) or planned.nonnegative:
-            raise ValueError(f"release {release!r}: vectors need fast noise (times > 1, or secure=False) and signs")
+        groups = [(float(bound), tuple(places)) for bound, places in groups]  # copies: nobody can change them later
+        if not all(1e-30 < bound < 1e30 for bound, _ in groups) or self._secure(planned) or planned.nonnegative:
+            raise ValueError(f"release {release!r}: vectors need plain bounds, fast noise (times > 1) and signs")
         lanes, size, values = len(self.classes) if by_class else 0, self._batch_size(faster), list(shared.values())
         key = [faster, str(groups), lanes, with_labels, normals, size, [each.shape for each in values]]
         make = lambda: self._vector_query(function, shared, groups, faster, lanes, with_labels, normals, size)  # noqa: E731
@@ -200,8 +202,7 @@ class Vault:
 
     @property
     def asked(self) -> dict[str, int]:
-        """How many results of each release were handed out in this run so far."""
-        return dict(self._asked)
+        return dict(self._asked)  # how many results of each release were handed out in this run so far
 
     def skip(self, asked: Mapping[str, int]) -> None:
         """Go on after these results: a stored state holds what came of them. Guarantee: forward only."""
@@ -209,8 +210,9 @@ class Vault:
 
     def forget(self) -> None:
         """Drop kept results of repeated releases: the caller has stored a state that they went into."""
-        if self._kept is not None:
-            self._kept.forget({r.name: self._asked[r.name] for r in self.plan.releases if r.times > 1})
+        with self._asking:
+            if self._kept is not None:
+                self._kept.forget({r.name: self._asked[r.name] for r in self.plan.releases if r.times > 1})
 
     def _answer(self, release: Release, query: _Query, exact: Callable[[], Tensor]) -> Tensor:
         """Return the next result of a release: charge, compute, noise, keep; or the one that was kept.
@@ -227,8 +229,9 @@ class Vault:
             return kept.to(self.device)
         total = self._void_on_failure(exact)
         noised = (self._noised(release, total, query.radius, self._secure(release)) * query.unit).float()
-        if self._kept is not None:
-            self._kept.put(release.name, number, noised)
+        with self._asking:
+            if self._kept is not None:
+                self._kept.put(release.name, number, noised)
         return noised
 
     def _charge(self, release: Release, number: int) -> None:
@@ -256,7 +259,7 @@ class Vault:
         """Return the exact sum over a fresh Poisson sample, [rows, width], float64. Guarantee: for `_noised` only."""
         total = torch.zeros(query.rows, query.width, dtype=torch.float64, device=self.device)
         for records, weights in self._batches(self._drawn(release), lanes, size, normals) if self._units else ():
-            total += query.run(weights, *shared, *records)
+            total.add_(query.run(weights, *shared, *records).view_as(total))
         return total
 
     def _sum_query(
@@ -319,8 +322,8 @@ class Vault:
             return torch.cat(sums)
 
         radius = math.sqrt(math.fsum(bound**2 for bound, _ in groups))
-        # Batches are added up in float64. In a batch, errors of 2^-24 of sums of at most `size` bounds come `size`
-        # times, at random; a unit more changes those batches where its records are or those that it displaces.
+        # In a batch, errors of 2^-24 of sums of at most `size` bounds come `size` times, at random; a unit more changes
+        # those batches where its records are or those that it displaces. Batches are added up in float64.
         changed = 2 * (1 + 2 * self._most // size) * (lanes or 1) if self._most > 1 else 2
         radius *= 1 + self._margin + changed * math.sqrt(size) * size * 2.0**-24
         return _Query(_accelerated(faster, run), lanes or 1, width, radius)
@@ -461,9 +464,13 @@ class Vault:
         For an error is an answer without noise: an operator can be made to fail on one image and on no other.
         """
         steady = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **steady):
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **steady), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they, too, could tell of an image
             try:
-                return compute()
+                total = compute()
+                if self.device.type != "cpu":
+                    torch.accelerator.synchronize(self.device)  # a device tells of what failed when it is waited for
+                return total
             except Exception as error:  # not Ctrl-C, which tells of no image
                 failed = f"the computation failed on private images with {type(error).__name__}"
         self._void(failed)  # here the error and all that it holds is forgotten
