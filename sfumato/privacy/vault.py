@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -64,8 +65,7 @@ class Vault:
     - ledger: where charges go; default: in memory.
     - kept: keeps noised results on disk (`keeping.py`), so that a killed run goes on; default: they are spent.
     - account: the data set's budget over many runs (`account.py`), from which the plan is reserved first.
-    - secure: exact discrete noise for releases that are made once.
-    - max_per_person: public cap on the images of a person that are used, where the unit is a person.
+    - secure: exact discrete noise for releases made once. max_per_person: public cap on a person's images in use.
     - performance: how to compute faster (`engine.Performance`). It is told neither noise nor budget.
 
     Guarantee: everything that leaves, except through `unprotected`, is the Gaussian mechanism on a Poisson sample with
@@ -134,7 +134,7 @@ class Vault:
         shared = [each.detach() for each in constants]
         size = self._batch_size(self._performance) * (1 if self._passes == 1 else 8)  # mapped: most of the work is done
         key = [bound, by_class, with_labels, size, [each.shape for each in shared]]
-        make = lambda: self._sum_query(planned, shared, feature, bound, by_class, with_labels)  # noqa: E731
+        make = partial(self._sum_query, planned, shared, feature, bound, by_class, with_labels)
         query = self._remembered(release, (feature,), key, make)
         answer = self._answer(planned, query, lambda: self._exact(planned, query, 1, size, shared))
         return answer if by_class else answer[0]
@@ -167,7 +167,7 @@ class Vault:
             raise ValueError(f"release {release!r}: vectors need plain bounds, fast noise (times > 1) and signs")
         lanes, size, values = len(self.classes) if by_class else 0, self._batch_size(faster), list(shared.values())
         key = [faster, str(groups), lanes, with_labels, normals, size, [each.shape for each in values]]
-        make = lambda: self._vector_query(function, shared, groups, faster, lanes, with_labels, normals, size)  # noqa: E731
+        make = partial(self._vector_query, function, dict(shared), groups, faster, lanes, with_labels, normals, size)
         query = self._remembered(release, (function,), key, make)
         return self._answer(planned, query, lambda: self._exact(planned, query, lanes or 1, size, values, normals))
 
