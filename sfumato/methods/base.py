@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sfumato.account import Account
-from sfumato.certificate import Certificate
+from sfumato.certificate import Certificate, signing
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
 from sfumato.engine import Performance, Vault, calibrate
@@ -148,6 +148,8 @@ class Synthesizer(ABC):
         - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
         """
         public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
+        if sign is not None:
+            signing.sign("", sign)  # a key that does not work is found before anything is spent
         with self._with(self._suited(public)):
             certificate = self._fit_through(images, public, folder, resume, budget, max_per_person)
         self.public_, self.certificate_ = public, replace(certificate, issuer=issuer, subject=subject)
@@ -170,6 +172,8 @@ class Synthesizer(ABC):
         account = None if budget is None else Account(budget)
         if account is not None and not (self._protected and plan.budget.private):
             raise BudgetExceeded(f"this run promises no privacy: it cannot be charged to {budget}")
+        if account is not None and not resume and (refusal := account.refusal(plan)):
+            raise BudgetExceeded(refusal)  # before there is a ledger
         facts = {**asdict(public), **self._facts(public)}
         if folder is not None and started(folder):
             if not resume:
