@@ -289,15 +289,7 @@ class Vault:
         return _Query(_accelerated(self._performance, run), groups, width, moved, unit)
 
     def _vector_query(
-        self,
-        function: Any,
-        shared: Any,
-        groups: Groups,
-        faster: Any,
-        lanes: int,
-        labelled: bool,
-        normals: Any,
-        size: int,
+        self, function: Any, shared: Any, groups: Groups, fast: Any, lanes: int, labelled: bool, normals: Any, size: int
     ) -> _Query:
         """Return a traced function and how its pieces are clipped and summed. Guarantee: no private record is read."""
         tried = self._tried(labelled) + ([public_records(normals, self.device)] if normals else [])
@@ -326,7 +318,7 @@ class Vault:
         # those batches where its records are or those that it displaces. Batches are added up in float64.
         changed = 2 * (1 + 2 * self._most // size) * (lanes or 1) if self._most > 1 else 2
         radius *= 1 + self._margin + changed * math.sqrt(size) * size * 2.0**-24
-        return _Query(_accelerated(faster, run), lanes or 1, width, radius)
+        return _Query(_accelerated(fast, run), lanes or 1, width, radius)
 
     def _traced(self, feature: Function, constants: Sequence[Tensor], labelled: bool) -> tuple[Any, torch.Size]:
         """Return the graph of a feature and the shape of a row. Guarantee: no private record is read."""
