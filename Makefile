@@ -1,10 +1,11 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up what they need, once.
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up what they need, once. `make docs` builds the site.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test slow clean
+.PHONY: demo test slow docs tables render clean
 
 demo: $(READY)
 	$(BIN)/sfumato demo
@@ -18,6 +19,20 @@ test: $(READY)
 slow: $(READY)
 	$(BIN)/pytest -m slow
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'open build/site/index.html'
+
+# Runs what is missing of all tables: hours on a GPU. DATA is a folder with NAME.npz, see python -m benchmarks --help.
+DATA ?= .
+WORKERS ?= 1
+tables: $(READY)
+	$(BIN)/python -m benchmarks all --folder $(DATA) --workers $(WORKERS)
+	$(BIN)/python -m benchmarks render
+
+render: $(READY)
+	$(BIN)/python -m benchmarks render
+
 clean:
 	rm -rf $(VENV) demo demo-*
 
@@ -28,3 +43,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $(DOCS_READY)

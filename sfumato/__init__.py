@@ -2,9 +2,10 @@
 
 from sfumato.certificate import Certificate, verify
 from sfumato.data import DataError, ImageSet, load_images, save_images
-from sfumato.engine import Vault, epsilon, noise_multiplier
+from sfumato.engine import GradientVault as Vault
+from sfumato.engine import epsilon, noise_multiplier
 from sfumato.evaluate import evaluate
-from sfumato.methods.registry import create, list_methods, load
+from sfumato.methods import create, list_methods, load
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Plan, Release
 
 __version__ = "0.1.0"

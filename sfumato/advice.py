@@ -1,6 +1,6 @@
-"""Warnings before anything is spent: settings that keep the letter of the guarantee and not its purpose.
+"""Warn about settings that give a formally valid but weak guarantee, before any privacy budget is spent.
 
-All of them come from public facts and the budget; none looks at an image or at a size that was not declared public.
+The warnings depend only on public facts and the budget, never on images or on sizes that were not declared public.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import re
 from collections.abc import Sequence
 
 from sfumato.data import PublicFacts
+from sfumato.data.errors import first_few
 from sfumato.privacy.budget import Budget
 
-MOST_EPSILON = 20
-MOST_DELTA = 1e-3
-FEW, FEW_IN_CLASS = 100, 20
-MANY_CLASSES = 100
-NAMED = 5  # classes at least, before their names count as a pattern
+MAX_EPSILON = 20
+MAX_DELTA = 1e-3
+MIN_UNITS, MIN_UNITS_PER_CLASS = 100, 20
+MAX_CLASSES = 100
+MIN_PATTERN_CLASSES = 5  # fewer class names are not a pattern
 
-# Given names from many countries; none is also a common word for a thing or a kind of animal, plant or disease.
-NAMES = """
+# Given names from many countries, without names that are also common words for things, animals, plants or diseases.
+GIVEN_NAMES_TEXT = """
     aaron abdul adam ahmed aisha akira alan albert alejandro aleksandr alessandro alex alexander alexandra alfred ali
     alice alina amanda amelie amina amir ana anastasia anders andre andrea andreas andrew andrzej angela anita anja ann
     anna anne annika anthony antonio arjun arthur astrid ayse barbara beatriz ben benjamin bernd bettina birgit bjorn
@@ -45,79 +46,84 @@ NAMES = """
     veronika victor victoria viktor vincent vladimir volker walter wei werner wilhelm william wolfgang xavier xiao
     yasmin yuki yusuf yves zeynep
 """
-GIVEN_NAMES = frozenset(NAMES.split())
-WORDS = re.compile(r"[\s_,.-]+")
+GIVEN_NAMES = frozenset(GIVEN_NAMES_TEXT.split())
+WORD_SEPARATOR = re.compile(r"[\s_,.-]+")
 CAPITALISED = re.compile(r"[^\W\d_]['’]?[^\W\d_]*")
-IDENTIFIER = re.compile(r"\d{5,}|(?!n\d{8}$)[A-Za-z]{1,4}[-_ ]?\d{4,}|\d{4,}[-_ ]?[A-Za-z]{1,2}")  # n01440764: a synset
-NUMBERED = re.compile(r"(patient|pat|person|proband|subject|subj|sub|user|client|case|id)[-_ #]*\d+", re.IGNORECASE)
-PUBLIC_NAME = re.compile(r"n\d{8}|\d{1,4}")
+IDENTIFIER = re.compile(
+    r"\d{5,}|(?!n\d{8}$)[A-Za-z]{1,4}[-_ ]?\d{4,}|\d{4,}[-_ ]?[A-Za-z]{1,2}"
+)  # except n01440764, a WordNet synset
+NUMBERED_PERSON = re.compile(
+    r"(patient|pat|person|proband|subject|subj|sub|user|client|case|id)[-_ #]*\d+", re.IGNORECASE
+)
+PUBLIC_CODE = re.compile(r"n\d{8}|\d{1,4}")
 
 
 def warnings_for(public: PublicFacts, budget: Budget) -> list[str]:
-    """Say what looks unwise, one line each: what, why, what to do."""
-    return [*_of_budget(public, budget), *_of_sizes(public), *_of_names(public.classes, public.sizes is None)]
+    """Return the warnings, one line each: what is weak, why, and what to do."""
+    return [
+        *_budget_warnings(public, budget),
+        *_size_warnings(public),
+        *_class_name_warnings(public.classes, public.sizes is None),
+    ]
 
 
-def _of_budget(public: PublicFacts, budget: Budget) -> list[str]:
+def _budget_warnings(public: PublicFacts, budget: Budget) -> list[str]:
     found = []
     unit, units = budget.unit, sum(public.sizes) if public.sizes is not None else None
     if not budget.private:
-        found.append("epsilon is inf: no noise is added and nothing is protected; do not share the result")
-    elif budget.epsilon > MOST_EPSILON:
+        found.append("epsilon is inf, so no noise is added and nothing is protected; do not share the result")
+    elif budget.epsilon > MAX_EPSILON:
         found.append(
-            f"epsilon {budget.epsilon:g} promises next to nothing: the odds of a guess about one {unit} may grow by a "
-            f"factor of e^{budget.epsilon:g}; choose at most 10, better 1"
+            f"epsilon {budget.epsilon:g} gives almost no protection: the odds of a guess about one {unit} can grow by "
+            f"a factor of e^{budget.epsilon:g}; choose at most 10, better 1"
         )
-    if budget.delta >= MOST_DELTA or (units is not None and budget.delta * units > 0.5):
+    if budget.delta >= MAX_DELTA or (units is not None and budget.delta * units > 0.5):
         found.append(
-            f"delta {budget.delta:g} is not far below 1/n: publishing a few {unit}s outright would be allowed; "
+            f"delta {budget.delta:g} is not far below 1/n, so the guarantee would allow publishing a few {unit}s; "
             f"choose {f'at most {0.01 / max(units, 1):.0e}' if units else '1e-5 or less'}"
         )
     return found
 
 
-def _of_sizes(public: PublicFacts) -> list[str]:
+def _size_warnings(public: PublicFacts) -> list[str]:
     if public.sizes is None:
         return []
     found, unit = [], public.unit
-    if sum(public.sizes) < FEW:
-        found.append(f"fewer than {FEW} {unit}s in all: noise that hides one of so few hides everything; collect more")
-    small = [name for name, size in zip(public.classes, public.sizes, strict=True) if size < FEW_IN_CLASS]
+    if sum(public.sizes) < MIN_UNITS:
+        found.append(f"fewer than {MIN_UNITS} {unit}s in total: the noise dominates in so small a set; collect more")
+    small = [name for name, size in zip(public.classes, public.sizes, strict=True) if size < MIN_UNITS_PER_CLASS]
     if small:
         found.append(
-            f"fewer than {FEW_IN_CLASS} {unit}s in {_some(small)}: little but noise will be learned of so small a "
-            "class; merge classes or leave it out"
+            f"fewer than {MIN_UNITS_PER_CLASS} {unit}s in {first_few(small)}: the noise dominates in so small a class; "
+            "merge classes, or leave this class out"
         )
     return found
 
 
-def _of_names(classes: Sequence[str], sizes_unknown: bool) -> list[str]:
-    published = "class names are published, in the certificate and as folders of images, and are not protected"
-    if like := _like_persons(classes):
+def _class_name_warnings(classes: Sequence[str], sizes_unknown: bool) -> list[str]:
+    published = "class names are published in the certificate and as folder names, and are not protected"
+    if persons := _names_like_persons(classes):
         return [
-            f"classes look like persons or identifiers ({_some(like)}): {published}; if they are, read the folders "
-            "with --person and other classes, or --unlabelled"
+            f"classes look like persons or identifiers ({first_few(persons)}): {published}; if they are persons, use "
+            "--person with other classes, or --unlabelled"
         ]
-    if sizes_unknown and len(classes) > MANY_CLASSES and not all(PUBLIC_NAME.fullmatch(name) for name in classes):
-        return [f"{len(classes)} classes: {published}; make sure that no name tells of a person"]
+    if sizes_unknown and len(classes) > MAX_CLASSES and not all(PUBLIC_CODE.fullmatch(name) for name in classes):
+        return [f"{len(classes)} classes: {published}; make sure that no name identifies a person"]
     return []
 
 
-def _like_persons(classes: Sequence[str]) -> list[str]:
-    """The classes that look like persons, if they are more than half and not just a few."""
-    words = {name: [word for word in WORDS.split(name) if word] for name in classes}
-    known = [name for name in classes if any(word.lower() in GIVEN_NAMES for word in words[name])]
-    pairs = [name for name in classes if _capitalised(words[name])]
-    numbers = [name for name in classes if IDENTIFIER.fullmatch(name) or NUMBERED.fullmatch(name)]
-    half = max(NAMED, len(classes) // 2 + 1)
-    if len(pairs) >= half and 5 * len(set(pairs) & set(known)) >= len(pairs):  # "Basal Cell Carcinoma" is no person
-        return pairs
-    return next((found for found in (known, numbers) if len(found) >= half), [])
+def _names_like_persons(classes: Sequence[str]) -> list[str]:
+    """Return the class names that look like persons, if they are at least five and more than half."""
+    words = {name: [word for word in WORD_SEPARATOR.split(name) if word] for name in classes}
+    given = [name for name in classes if any(word.lower() in GIVEN_NAMES for word in words[name])]
+    full_names = [name for name in classes if _is_full_name(words[name])]
+    numbers = [name for name in classes if IDENTIFIER.fullmatch(name) or NUMBERED_PERSON.fullmatch(name)]
+    threshold = max(MIN_PATTERN_CLASSES, len(classes) // 2 + 1)
+    # A fifth must contain a given name: "Basal Cell Carcinoma" is capitalised, but not a person.
+    if len(full_names) >= threshold and 5 * len(set(full_names) & set(given)) >= len(full_names):
+        return full_names
+    return next((found for found in (given, numbers) if len(found) >= threshold), [])
 
 
-def _capitalised(words: list[str]) -> bool:
+def _is_full_name(words: list[str]) -> bool:
     return 2 <= len(words) <= 3 and all(CAPITALISED.fullmatch(word) and word[0].isupper() for word in words)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

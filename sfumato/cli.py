@@ -1,348 +1,252 @@
-"""The command line: parse, call the public API, print."""
+"""The command line interface: parse options, call the public API, print results."""
 
 from __future__ import annotations
 
-import ast
-import json
 import math
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, cast
 
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 import sfumato as sf
-from sfumato.account import Account
+from sfumato import console
 from sfumato.advice import warnings_for
 from sfumato.certificate import signing
-from sfumato.data import (
-    DataError,
-    DataWarning,
-    contact_sheet,
-    find_named,
-    get_named,
-    named_sets,
+from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.cli_options import (
+    AdjacencyOption,
+    AfterFit,
+    Classes,
+    Count,
+    DataOptions,
+    DatasetBudgetFile,
+    Delta,
+    Device,
+    Json,
+    MethodOptions,
+    OnError,
+    RunOptions,
+    Seed,
+    Sign,
+    Split,
+    Unlabelled,
+    parse_assignments,
+    read_images,
+    read_like,
+    read_synthetic,
+    size_and_mode,
+    with_option_groups,
 )
-from sfumato.data.atomic import replacing
-from sfumato.demo import free_folder, run_demo
-from sfumato.evaluate import compare, detect, detect_each, least_likely, measure_private
+from sfumato.data import DataError, PublicFacts, contact_sheet, get_named, named_sets
+from sfumato.data.atomic import write_json
+from sfumato.demo import run_demo, unused_folder
+from sfumato.evaluate import compare, detect, detect_each, measure_private, write_detections
 from sfumato.methods.base import Synthesizer, started
-from sfumato.methods.registry import DEFAULT
-from sfumato.printing import (
-    err,
-    out,
-    plan_dict,
-    print_account,
-    print_comparison,
-    print_detections,
-    print_json,
-    print_plan,
-    print_synthesis,
-    print_verification,
-    print_warnings,
-    promise,
-    warn,
-)
-from sfumato.privacy.accounting import Release, bounds, least
+from sfumato.privacy.accounting import Release, bounds, tightest
 from sfumato.privacy.budget import Adjacency, Budget, Unit
-from sfumato.privacy.vault import MAX_PER_PERSON
-from sfumato.progress import bar
-from sfumato.synth import check_apart, check_output, synthesize
+from sfumato.synthesize import (
+    check_budget,
+    check_disjoint,
+    check_output,
+    check_signing_key,
+    check_sources,
+    sample_to_file,
+    synthesize,
+)
 
 app = typer.Typer(
-    help="Make synthetic images from sensitive ones, with a differential-privacy guarantee that anybody can check.",
+    help="Create synthetic images from sensitive ones, with a differential privacy guarantee that anybody can verify.",
     epilog="Start with: [bold]sfumato demo[/bold]. Then: sfumato synth FOLDER --epsilon 1 --out DIR",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-Data = Annotated[
-    str, typer.Argument(help="Folder, .npz, .parquet, .tar, IDX or CIFAR files, or a name (sfumato data list).")
-]
-Method = Annotated[str, typer.Option("--method", "-m", help="See: sfumato methods. auto: the best for this machine.")]
-Epsilon = Annotated[
-    float, typer.Option("--epsilon", "-e", help="Privacy budget; smaller is more private. inf: no noise.")
-]
-Delta = Annotated[float, typer.Option(help="Probability that the guarantee may fail; far below 1 / number of images.")]
-Relation = Annotated[str, typer.Option("--adjacency", help="add-remove or replace-one.")]
-Size = Annotated[int | None, typer.Option(help="Crop to a square and resize to this many pixels.")]
-Mode = Annotated[str | None, typer.Option(help="grey or rgb; left out: as the images are.")]
-Split = Annotated[str, typer.Option(help="train or test, for sources that have both.")]
-Unlabelled = Annotated[bool, typer.Option("--unlabelled", help="Ignore classes: one collection.")]
-Classes = Annotated[
-    str | None, typer.Option(help="Class names, separated by commas, or their number; where the data does not say.")
-]
-Person = Annotated[
-    str | None,
-    typer.Option(help="Hide persons, not single images. Whose an image is: a column, folder, folder:K or regex:(…)."),
-]
-MostPerPerson = Annotated[
-    int, typer.Option("--max-per-person", min=1, help="Images of a person that are used, at most.")
-]
-BudgetFile = Annotated[
-    Path | None, typer.Option("--budget", help="The data set's budget over many runs: sfumato budget open.")
-]
-Sign = Annotated[Path | None, typer.Option("--sign", help="Private key to sign the certificate: sfumato key new.")]
-Issuer = Annotated[str | None, typer.Option(help="Who issues the certificate; stands in it.")]
-Subject = Annotated[str | None, typer.Option(help="Which data the certificate is about; stands in it.")]
-OnError = Annotated[str, typer.Option(help="raise, or skip broken files and say so.")]
-Params = Annotated[list[str] | None, typer.Option("--set", help="A parameter of the method, name=value; repeatable.")]
-Seed = Annotated[int, typer.Option(help="Initial weights and sampling; never the privacy noise.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the same folder.")]
-Count = Annotated[
-    int | None,
-    typer.Option("--number", "-n", min=1, help="Synthetic images; all there are, where a method makes only a few."),
-]
-FILES = (".npz", ".parquet")  # that samples are written to; else a folder
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
 @app.command()
 def methods(as_json: Json = False) -> None:
-    """List the methods."""
+    """List the available methods."""
     infos = sf.list_methods()
-    if as_json:
-        return print_json([vars(info) for info in infos])
-    table = Table("key", "what it does", "guarantee", "paper")
-    for info in infos:
-        table.add_row(info.key, info.summary, info.guarantee, info.paper)
-    out.print(table)
+    console.print_json([vars(info) for info in infos]) if as_json else console.print_methods(infos)
 
 
 @app.command(epilog="Example: sfumato plan scans/ --size 32 --epsilon 1")
-def plan(
-    data: Data,
-    method: Method = DEFAULT,
-    epsilon: Epsilon = 1.0,
-    delta: Delta = 1e-5,
-    adjacency: Relation = "add-remove",
-    params: Params = None,
-    size: Size = None,
-    mode: Mode = None,
-    split: Split = "train",
-    unlabelled: Unlabelled = False,
-    on_error: OnError = "raise",
-    classes: Classes = None,
-    person: Person = None,
-    max_per_person: MostPerPerson = MAX_PER_PERSON,
-    budget: BudgetFile = None,
-    as_json: Json = False,
-) -> None:
-    """Show what would be released, at which noise; spend nothing."""
-    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency)
-    images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
-    public = model.public_facts(images)
-    planned, notes = model.plan(public), model.explain_plan(public)
-    advice = warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
-    warn(advice)
+@with_option_groups
+def plan(source: DataOptions, options: MethodOptions, budget: DatasetBudgetFile = None, as_json: Json = False) -> None:
+    """Show the planned releases, their noise and all settings. Spend no privacy budget."""
+    model = options.create()
+    public = model.public_facts(source.load())
+    planned, settings, notes = model.plan(public), model.settings(public), model.explain_plan(public)
+    advice = _advice(model, public)
+    console.print_warnings(advice)
     if public.unit == "person":
-        notes = [*notes, f"at most {max_per_person} images of each person are used"]
-    refusal = None if budget is None else Account(budget).refusal(planned)
+        notes = [*notes, f"at most {source.max_per_person} images of each person are used"]
+    refusal = None if budget is None else DatasetBudget(budget).refusal(planned)
     if as_json:
         facts = {"method": model.key, "shape": public.shape, "classes": public.classes, "unit": public.unit}
         fits = {} if budget is None else {"budget": str(budget), "fits": refusal is None, "refusal": refusal}
-        return print_json({**facts, **plan_dict(planned), "notes": notes, "warnings": advice, **fits})
-    print_plan(planned, model.key, public)
+        return console.print_json(
+            {**facts, **console.plan_to_dict(planned, settings), "notes": notes, "warnings": advice, **fits}
+        )
+    console.print_plan(planned, model.key, public, settings)
     for note in notes:
-        out.print(escape(note), soft_wrap=True)
+        console.out.print(escape(note), soft_wrap=True)
     if budget is not None:
         fitting = f"[green]fits[/green] into {escape(str(budget))}"
-        out.print(fitting if refusal is None else f"[red]does not fit[/red]: {escape(refusal)}", soft_wrap=True)
+        console.out.print(fitting if refusal is None else f"[red]does not fit[/red]: {escape(refusal)}", soft_wrap=True)
 
 
 @app.command(epilog="Example: sfumato fit scans/ --size 32 --epsilon 1 --out runs/a --set steps=500")
+@with_option_groups
 def fit(
-    data: Data,
-    target: Annotated[Path, typer.Option("--out", "-o", help="Folder for model, ledger and certificate.")],
-    method: Method = DEFAULT,
-    epsilon: Epsilon = 1.0,
-    delta: Delta = 1e-5,
-    adjacency: Relation = "add-remove",
-    params: Params = None,
-    size: Size = None,
-    mode: Mode = None,
-    split: Split = "train",
-    unlabelled: Unlabelled = False,
-    on_error: OnError = "raise",
-    classes: Classes = None,
-    person: Person = None,
-    max_per_person: MostPerPerson = MAX_PER_PERSON,
-    budget: BudgetFile = None,
-    sign: Sign = None,
-    issuer: Issuer = None,
-    subject: Subject = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    resume: Resume = False,
+    source: DataOptions,
+    target: Annotated[
+        Path, typer.Option("--out", "-o", help="Write the model, ledger and certificate to this folder.")
+    ],
+    options: MethodOptions,
+    run: RunOptions,
     as_json: Json = False,
 ) -> None:
-    """Learn from private images and leave a model that can be sampled for ever."""
-    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency, seed=seed, device=device)
-    _check_key(sign)
-    check_output(target, resume)
+    """Fit a model to private images. The model can be sampled any number of times."""
+    model = options.create()
+    check_signing_key(run.sign)
+    check_output(target, run.resume)
     with _resumable(target):
-        images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
-        _advise(model, images, budget, resume)
-        model.fit(
-            images,
-            run_dir=target,
-            resume=resume,
-            budget=budget,
-            sign=sign,
-            issuer=issuer,
-            subject=subject,
-            max_per_person=max_per_person,
-        )
+        images = source.load()
+        _check_before_fit(model, images, run)
+        model.fit(images, run_dir=target, max_per_person=source.max_per_person, **vars(run))
     certificate = model.certificate_
     if as_json:
-        return print_json({"run": str(target), "epsilon": certificate.epsilon, "guarantee": certificate.guarantee})
-    out.print(f"{promise(certificate)}\nmodel and certificate are in {escape(str(target))}", soft_wrap=True)
+        return console.print_json(
+            {"run": str(target), "epsilon": certificate.epsilon, "guarantee": certificate.guarantee}
+        )
+    console.out.print(
+        f"{console.format_guarantee(certificate)}\nmodel and certificate: {escape(str(target))}", soft_wrap=True
+    )
 
 
 @app.command(
     epilog="Examples: sfumato sample runs/a -n 1000 --out synthetic/ ; sfumato sample runs/a -n 60000 --out s.npz"
 )
 def sample(
-    run: Annotated[Path, typer.Argument(help="A folder that fit or synth made.")],
-    target: Annotated[Path, typer.Option("--out", "-o", help="Folder, FILE.npz or FILE.parquet.")],
+    run: Annotated[Path, typer.Argument(help="Folder that fit or synth wrote.")],
+    target: Annotated[
+        Path, typer.Option("--out", "-o", help="Write to this folder, FILE.npz or FILE.parquet, with a certificate.")
+    ],
     number: Count = None,
-    label: Annotated[str | None, typer.Option(help="Only this class.")] = None,
-    params: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A parameter that may change after fit, name=value, as sharpness=5 of dp-lflow."),
-    ] = None,
+    label: Annotated[str | None, typer.Option(help="Draw only this class.")] = None,
+    params: AfterFit = None,
     seed: Seed = 0,
     device: Device = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     sign: Sign = None,
     as_json: Json = False,
 ) -> None:
-    """Draw synthetic images from a model, with a certificate that points to the run's; costs no privacy."""
-    _check_key(sign)
+    """Draw synthetic images from a model. This costs no privacy."""
+    check_signing_key(sign)
     target = target.resolve()
-    beside = target.with_name(f"{target.stem if target.suffix in FILES else target.name}.certificate.json")
-    if beside.exists() and not overwrite:
-        raise DataError(f"{beside} exists already; choose another name or pass --overwrite")
-    model = sf.load(run, device=device)
-    most = model.most(model.public_) or 1000 * len(model.public_.classes)
-    number = number or min(1000, most // (len(model.public_.classes) if label else 1))
-    images = model.sample(number, labels=label, seed=seed, **_assignments(params))
-    sf.save_images(images, target, overwrite=overwrite)
-    certificate = model.certificate_.derived(target.parent, [target.name])
-    (certificate if sign is None else certificate.signed(sign)).save(beside)
+    images, certificate = sample_to_file(
+        run,
+        target,
+        number=number,
+        label=label,
+        seed=seed,
+        device=device,
+        overwrite=overwrite,
+        sign=sign,
+        options=parse_assignments(params),
+    )
     if as_json:
-        return print_json({"out": str(target), "images": len(images), "certificate": str(beside)})
-    out.print(f"{len(images)} images in {escape(str(target))}\ncertificate in {escape(str(beside))}", soft_wrap=True)
+        return console.print_json({"out": str(target), "images": len(images), "certificate": str(certificate)})
+    console.out.print(
+        f"{len(images)} images: {escape(str(target))}\ncertificate: {escape(str(certificate))}", soft_wrap=True
+    )
 
 
 @app.command(epilog="Example: sfumato synth scans/ --size 32 --epsilon 1 --out shared/ --test held-out/")
+@with_option_groups
 def synth(
-    data: Data,
-    target: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
-    method: Method = DEFAULT,
-    epsilon: Epsilon = 1.0,
-    delta: Delta = 1e-5,
-    adjacency: Relation = "add-remove",
+    source: DataOptions,
+    target: Annotated[Path, typer.Option("--out", "-o", help="Write to this new folder.")],
+    options: MethodOptions,
+    run: RunOptions,
     number: Count = None,
     test: Annotated[
-        str | None, typer.Option(help="Real images, declared public by this, to measure utility on.")
+        str | None, typer.Option(help="Measure utility on these real images. This declares them public.")
     ] = None,
-    params: Params = None,
-    size: Size = None,
-    mode: Mode = None,
-    split: Split = "train",
-    unlabelled: Unlabelled = False,
-    on_error: OnError = "raise",
-    classes: Classes = None,
-    person: Person = None,
-    max_per_person: MostPerPerson = MAX_PER_PERSON,
-    budget: BudgetFile = None,
-    sign: Sign = None,
-    issuer: Issuer = None,
-    subject: Subject = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Make a folder to share: fit, sample, certificate, picture, metrics. The main job."""
-    model = _create(method, params, epsilon=epsilon, delta=delta, adjacency=adjacency, seed=seed, device=device)
-    _check_key(sign)
+    """Create a folder to share: fit a model, draw images, evaluate them, write a certificate."""
+    model = options.create()
+    check_signing_key(run.sign)
     if test is not None:
-        _check_sources(data, split, test)
-    check_output(target, resume)
+        check_sources(source.data, source.split, test)
+    check_output(target, run.resume)
     with _resumable(target):
-        images = _load(data, size, mode, split, unlabelled, on_error, classes, person)
-        held_out = None if test is None else _load_like(test, images, "test", on_error)
-        _advise(model, images, budget, resume)
+        images = source.load()
+        held_out = None if test is None else read_like(test, images, "test", source.on_error)
+        _check_before_fit(model, images, run)
         result = synthesize(
-            model,
-            images,
-            target,
-            number=number,
-            test=held_out,
-            resume=resume,
-            budget=budget,
-            sign=sign,
-            issuer=issuer,
-            subject=subject,
-            max_per_person=max_per_person,
+            model, images, target, number=number, test=held_out, max_per_person=source.max_per_person, **vars(run)
         )
-    print_json(result.to_dict()) if as_json else print_synthesis(result)
+    console.print_json(result.to_dict()) if as_json else console.print_synthesis(result)
 
 
 @app.command(
     epilog="Examples: sfumato evaluate shared/ --test held-out/ ; sfumato evaluate a.npz b.npz c/ --test mnist"
 )
 def evaluate(
-    sets: Annotated[list[str], typer.Argument(help="Synthetic sets: folders that synth made, or any image set.")],
-    test: Annotated[str, typer.Option(help="Real images, declared public by this.")],
+    sets: Annotated[list[str], typer.Argument(help="Synthetic sets: folders that synth wrote, or any image sets.")],
+    test: Annotated[str, typer.Option(help="Compare with these real images. This declares them public.")],
     train: Annotated[
-        str | None, typer.Option(help="The private images: nearest neighbours, into private/ only.")
+        str | None,
+        typer.Option(
+            help="Find nearest neighbours among these private images. Results go to the folder private/ only."
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option(help="quick, full or condensed.")] = "quick",
-    network: Annotated[str, typer.Option(help="Feature network, or none: effnet_lite0, inception.")] = "effnet_lite0",
+    profile: Annotated[str, typer.Option(help="Choose the profile: quick, full or condensed.")] = "quick",
+    network: Annotated[
+        str, typer.Option(help="Choose the feature network for fidelity: effnet_lite0, inception or none.")
+    ] = "effnet_lite0",
     target: Annotated[
-        Path | None, typer.Option("--out", "-o", help="JSON file for all figures; a picture of each set beside it.")
+        Path | None, typer.Option("--out", "-o", help="Write all results to this JSON file, and a preview of each set.")
     ] = None,
     unlabelled: Unlabelled = False,
     classes: Classes = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure utility and fidelity of synthetic sets against public test images, in one table."""
+    """Measure utility and fidelity of synthetic sets against public test images."""
     if train is not None:
-        _check_sources(train, "train", test)
-    loaded = {name: _load_synthetic(name, unlabelled, classes) for name in sets}
+        check_sources(train, "train", test)
+    loaded = {name: read_synthetic(name, unlabelled, classes) for name in sets}
     first = next(iter(loaded.values()))
-    held_out = _load_like(test, first, "test")
-    private = None if train is None else _load_like(train, first, "train")
+    held_out = read_like(test, first, "test")
+    private = None if train is None else read_like(train, first, "train")
     if private is not None:
-        check_apart(private, held_out)
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        check_disjoint(private, held_out)
+    torch_device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     feature_network = None if network == "none" else network
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=place)
+        found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=torch_device)
         if private is not None:
             measure_private(first, private, (target.parent if target is not None else Path()) / "private")
-    print_warnings(caught)
+    console.print_warnings(caught)
     if target is not None:
-        with replacing(target, overwrite=True) as partial:
-            partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_json(target, found)
         for number, images in enumerate(loaded.values(), 1):
             contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
-    print_json(found) if as_json else print_comparison(found)
+    console.print_json(found) if as_json else console.print_comparison(found)
 
 
 @app.command(
@@ -350,35 +254,30 @@ def evaluate(
     "sfumato ood runs/a mnist --split test --each"
 )
 def ood(
-    run: Annotated[Path, typer.Argument(help="A folder that fit or synth made, of a method that scores (dp-lflow).")],
-    data: Annotated[str, typer.Argument(help="Images to score; they are cropped and resized to the model's shape.")],
+    run: Annotated[Path, typer.Argument(help="Folder that fit or synth wrote, with a method that scores (dp-lflow).")],
+    data: Annotated[str, typer.Argument(help="Images to score. They are resized to the shape of the model.")],
     label: Annotated[
-        str | None,
-        typer.Option(help="Score as images of this class; left out: of all classes, each with its share."),
+        str | None, typer.Option(help="Score as images of this class.", show_default="mixture of all classes")
     ] = None,
     inliers: Annotated[
         list[str] | None,
         typer.Option(
-            help="A class of the images that belongs (repeatable); all others are outliers. Gives AUROC and rates. "
-            "Left out: the class of --label, if the images have it."
+            help="Declare a class of the images as inliers; repeatable. All other classes are outliers.",
+            show_default="class of --label, if the images have it",
         ),
     ] = None,
     each: Annotated[
-        bool, typer.Option("--each", help="Each class of the model in turn against all others, and the average.")
+        bool, typer.Option("--each", help="Test each class of the model against all others, and print the average.")
     ] = False,
     false_alarms: Annotated[
-        float,
-        typer.Option(help="Share of synthetic images below the threshold. No private image is used to set it."),
+        float, typer.Option(help="Set the threshold so that this share of synthetic images lies below it.")
     ] = 0.05,
-    samples: Annotated[int, typer.Option(min=20, help="Synthetic images that the threshold is taken from.")] = 2000,
+    samples: Annotated[int, typer.Option(min=20, help="Draw this many synthetic images for the threshold.")] = 2000,
     target: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for scores.json, scores.png (a histogram) and least_likely.png."),
+        typer.Option("--out", "-o", help="Write scores.json, scores.png and least_likely.png to this folder."),
     ] = None,
-    params: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A parameter that may change after fit, name=value, as likelihood=image."),
-    ] = None,
+    params: AfterFit = None,
     split: Split = "test",
     unlabelled: Unlabelled = False,
     on_error: OnError = "raise",
@@ -387,52 +286,52 @@ def ood(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find images unlike those that a model learned: log-likelihoods, and a threshold from synthetic images.
+    """Detect images that differ from the training images, by their log-likelihood.
 
-    The model's certificate covers the threshold, too. Scores tell of the images that are scored: protect them.
+    The threshold comes from synthetic images, so the certificate of the model covers it.
+    Scores describe the scored images: protect them if these images are private.
     """
     if each and (label or inliers):
-        raise typer.BadParameter("--each goes through all classes itself; leave out --label and --inliers")
+        raise typer.BadParameter("--each tests all classes; leave out --label and --inliers")
     model = sf.load(run, device=device)
-    size, mode = _form(model.public_.shape)
-    images = _load(data, size, mode, split, unlabelled, on_error, classes)
-    options = {"false_alarms": false_alarms, "samples": samples, "seed": seed, **_assignments(params)}
+    size, mode = size_and_mode(model.public_.shape)
+    images = read_images(
+        data, size=size, mode=mode, split=split, unlabelled=unlabelled, classes=classes, on_error=on_error
+    )
+    options = {"false_alarms": false_alarms, "samples": samples, "seed": seed, **parse_assignments(params)}
     if each:
         found = detect_each(model, images, **options)
     else:
         found = {label or "all classes": detect(model, images, label=label, inliers=inliers or (), **options)}
-    content = {name: detection.to_dict() for name, detection in found.items()}
     if target is not None:
-        for number, detection in enumerate(found.values(), 1):
-            ending = f"_{number}" if each else ""
-            detection.histogram(target / f"scores{ending}.png")
-            least_likely(images, detection.scores, target / f"least_likely{ending}.png")
-        with replacing(target / "scores.json", overwrite=True) as partial:
-            partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_detections(images, found, target)
     if as_json:
-        return print_json(content)
-    print_detections(found, false_alarms)
+        return console.print_json({name: detection.to_dict() for name, detection in found.items()})
+    console.print_detections(found, false_alarms)
     if target is not None:
-        out.print(f"scores, histogram and the least likely images are in {escape(str(target))}")
+        console.out.print(f"scores, histograms and least likely images: {escape(str(target))}")
 
 
 @app.command(epilog="Examples: sfumato account -s 1.1 -q 0.01 -t 10000 ; sfumato account -e 1 -q 0.01 -t 10000")
 def account(
     noise: Annotated[
-        float | None, typer.Option("--noise-multiplier", "-s", help="Noise over the bound of one image.")
+        float | None,
+        typer.Option("--noise-multiplier", "-s", help="Compute epsilon for this noise multiplier."),
     ] = None,
-    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Solve for the noise instead.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option("--epsilon", "-e", help="Compute the noise multiplier for this epsilon.")
+    ] = None,
     sampling: Annotated[
-        float, typer.Option("--sampling-prob", "-q", help="Probability of an image to be in a step.")
+        float, typer.Option("--sampling-prob", "-q", help="Set the probability that a step uses an image.")
     ] = 1.0,
-    steps: Annotated[int, typer.Option("--steps", "-t")] = 1,
+    steps: Annotated[int, typer.Option("--steps", "-t", help="Set the number of steps.")] = 1,
     delta: Delta = 1e-5,
-    adjacency: Relation = "add-remove",
+    adjacency: AdjacencyOption = "add-remove",
     as_json: Json = False,
 ) -> None:
-    """Calculate epsilon, or the noise for it: Gaussian sums over Poisson samples."""
+    """Compute epsilon, or the noise multiplier for it, of Gaussian sums with Poisson subsampling."""
     if (noise is None) == (epsilon is None):
-        raise typer.BadParameter("give --noise-multiplier, or --epsilon to solve for it; one of the two")
+        raise typer.BadParameter("give either --noise-multiplier or --epsilon, exactly one of the two")
     relation = cast(Adjacency, adjacency)
     Budget(math.inf if epsilon is None else epsilon, delta, relation)
     if noise is None:
@@ -442,52 +341,56 @@ def account(
         )
     found = bounds([Release("sum", steps, sampling, noise)], delta, relation)
     if as_json:
-        return print_json({"noise_multiplier": noise, "epsilon": least(found), "bounds": found, "delta": delta})
-    out.print(f"noise multiplier [bold]{noise:.5g}[/bold]: epsilon [bold]{least(found):.5g}[/bold] at delta {delta:g}")
-    out.print("  " + ", ".join(f"{name} {value:.5g}" for name, value in found.items() if value is not None))
+        return console.print_json(
+            {"noise_multiplier": noise, "epsilon": tightest(found), "bounds": found, "delta": delta}
+        )
+    total = f"epsilon [bold]{tightest(found):.5g}[/bold] at delta {delta:g}"
+    console.out.print(f"noise multiplier [bold]{noise:.5g}[/bold]: {total}")
+    console.out.print("  " + ", ".join(f"{name} {value:.5g}" for name, value in found.items() if value is not None))
 
 
 @app.command(epilog="Examples: sfumato verify shared/ ; sfumato verify shared/ --max-epsilon 1 --signed-by issuer.pub")
 def verify(
-    certificate: Annotated[Path, typer.Argument(help="A certificate, or the folder that holds certificate.json.")],
+    certificate: Annotated[Path, typer.Argument(help="Certificate, or a folder that holds certificate.json.")],
     allow_none: Annotated[
-        bool, typer.Option("--allow-none", help="Accept a certificate that says: guarantee none.")
+        bool, typer.Option("--allow-none", help="Accept a certificate without a guarantee (guarantee: none).")
     ] = False,
     max_epsilon: Annotated[float | None, typer.Option(help="Fail if epsilon is larger.")] = None,
     max_delta: Annotated[float | None, typer.Option(help="Fail if delta is larger.")] = None,
-    signed_by: Annotated[Path | None, typer.Option(help="Fail unless the owner of this public key signed it.")] = None,
+    signed_by: Annotated[Path | None, typer.Option(help="Fail unless this public key verifies the signature.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Recompute epsilon from the events and check every hash; exit status 1 if anything is off."""
+    """Verify a certificate: recompute epsilon and check every hash. Exit with status 1 if a check fails."""
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
     result = sf.verify(path, allow_none=allow_none, max_epsilon=max_epsilon, max_delta=max_delta, signed_by=signed_by)
-    print_json({"ok": result.ok, **vars(result)}) if as_json else print_verification(result)
+    console.print_json({"ok": result.ok, **vars(result)}) if as_json else console.print_verification(result)
     if not result.ok:
         raise typer.Exit(1)
 
 
-key_app = typer.Typer(help="Make keys that sign certificates.", no_args_is_help=True)
+key_app = typer.Typer(help="Create keys that sign certificates.", no_args_is_help=True)
 app.add_typer(key_app, name="key")
 
 
-@key_app.command("new", epilog="Example: sfumato key new hospital.key ; then hand out hospital.key.pub")
+@key_app.command("new", epilog="Example: sfumato key new hospital.key ; then publish hospital.key.pub")
 def key_new(
     target: Annotated[
-        Path, typer.Argument(metavar="FILE", help="File for the private key; FILE.pub is the public one.")
+        Path, typer.Argument(metavar="FILE", help="File for the private key. The public key is written to FILE.pub.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Make an Ed25519 key to sign certificates with."""
+    """Create an Ed25519 key pair to sign certificates."""
     public = signing.new_key(target)
     if as_json:
-        return print_json({"private": str(target), "public": f"{target}.pub", "key": f"ed25519:{public}"})
+        return console.print_json({"private": str(target), "public": f"{target}.pub", "key": f"ed25519:{public}"})
     name = escape(str(target))
-    out.print(f"private key {name}: keep it\npublic key {name}.pub: hand it out\n  ed25519:{public}", soft_wrap=True)
+    console.out.print(f"private key: {name} (keep it secret)\npublic key: {name}.pub (publish it)", soft_wrap=True)
+    console.out.print(f"  ed25519:{public}", soft_wrap=True)
 
 
-budget_app = typer.Typer(help="Keep one budget for a data set over many runs.", no_args_is_help=True)
+budget_app = typer.Typer(help="Manage the privacy budget of a data set over many runs.", no_args_is_help=True)
 app.add_typer(budget_app, name="budget")
-BudgetPath = Annotated[Path, typer.Argument(metavar="FILE", help="File of the budget, as hospital.budget.")]
+BudgetPath = Annotated[Path, typer.Argument(metavar="FILE", help="Budget file, for example hospital.budget.")]
 
 
 @budget_app.command(
@@ -495,184 +398,100 @@ BudgetPath = Annotated[Path, typer.Argument(metavar="FILE", help="File of the bu
 )
 def budget_open(
     path: BudgetPath,
-    epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="For all runs together.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="Set epsilon for all runs together.")],
     delta: Delta = 1e-5,
-    adjacency: Relation = "add-remove",
-    unit: Annotated[str, typer.Option(help="What is hidden: image or person.")] = "image",
-    note: Annotated[str | None, typer.Option(help="Which data set this is; kept in the file.")] = None,
+    adjacency: AdjacencyOption = "add-remove",
+    unit: Annotated[str, typer.Option(help="Set the unit of privacy: image or person.")] = "image",
+    note: Annotated[str | None, typer.Option(help="Store a note, for example the name of the data set.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a budget that runs pay into (--budget FILE on fit and synth)."""
-    account = Account.open(path, epsilon, delta, cast(Adjacency, adjacency), cast(Unit, unit), note)
-    print_account(account, as_json=as_json)
+    """Create a budget file. Charge runs to it with the option --budget of fit and synth."""
+    account = DatasetBudget.open(path, epsilon, delta, cast(Adjacency, adjacency), cast(Unit, unit), note)
+    console.print_budget(account, as_json=as_json)
 
 
 @budget_app.command("show", epilog="Example: sfumato budget show hospital.budget")
 def budget_show(path: BudgetPath, as_json: Json = False) -> None:
-    """List the runs that paid into a budget, and what is left."""
-    print_account(Account(path), as_json=as_json)
+    """List the runs that are charged to a budget, and what is left."""
+    console.print_budget(DatasetBudget(path), as_json=as_json)
 
 
-data_app = typer.Typer(help="List or fetch named data sets.", no_args_is_help=True)
+data_app = typer.Typer(help="List or download named data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
 @data_app.command("list")
 def data_list(as_json: Json = False) -> None:
-    """List the names, and which are here."""
-    found = {info.name: find_named(info.name) for info in named_sets()}
-    if as_json:
-        return print_json(
-            [
-                {"name": i.name, "what": i.description, "found": found[i.name] and str(found[i.name])}
-                for i in named_sets()
-            ]
-        )
-    table = Table("name", "what", "licence", "here")
-    for info in named_sets():
-        where = found[info.name]
-        table.add_row(info.name, info.description, info.licence, escape(str(where)) if where else "no")
-    out.print(table)
+    """List the named data sets, and which of them are on this machine."""
+    console.print_named_sets(named_sets(), as_json=as_json)
 
 
 @data_app.command("get", epilog="Example: sfumato data get fashion-mnist")
 def data_get(
-    name: str, target: Annotated[Path | None, typer.Option("--out", "-o")] = None, as_json: Json = False
+    name: Annotated[str, typer.Argument(help="Name of the data set (sfumato data list).")],
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write to this folder.", show_default="cache of the user")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Fetch a named set into the cache."""
+    """Download a named data set."""
     path = get_named(name, target)
-    print_json({"path": str(path)}) if as_json else out.print(escape(str(path)))
+    console.print_json({"path": str(path)}) if as_json else console.out.print(escape(str(path)))
 
 
 @app.command()
 def demo(
     target: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to make; left out: demo, demo-2, …")
+        Path | None,
+        typer.Option("--out", "-o", help="Write to this new folder.", show_default="demo, demo-2, …"),
     ] = None,
-    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Left out: one that suits the data.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option("--epsilon", "-e", help="Set epsilon.", show_default="1 or 4, by data set")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Try it on real images, in a few minutes on two cores: a picture, a certificate, an accuracy."""
-    result = run_demo(target or free_folder(), epsilon)
-    print_json(result.to_dict()) if as_json else print_synthesis(result)
+    """Run a complete example on public images, in a few minutes on two cores."""
+    result = run_demo(target or unused_folder(), epsilon)
+    console.print_json(result.to_dict()) if as_json else console.print_synthesis(result)
 
 
-def _create(method: str, params: list[str] | None, **fixed: Any) -> Synthesizer:
-    return sf.create(method, **fixed, **_assignments(params))
+def _advice(model: Synthesizer, public: PublicFacts) -> list[str]:
+    return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
 
 
-def _assignments(params: list[str] | None) -> dict[str, Any]:
-    return dict(_assignment(text) for text in params or [])
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise typer.BadParameter(f"--set takes name=value, got {text!r}")
-    if value in ("true", "false"):
-        return name, value == "true"
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def _load(
-    source: str,
-    size: int | None,
-    mode: str | None,
-    split: str,
-    unlabelled: bool,
-    on_error: str,
-    classes: str | Sequence[str] | None = None,
-    person: str | None = None,
-) -> sf.ImageSet:
-    with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DataWarning)
-        images = sf.load_images(
-            source,
-            size=size,
-            mode=cast(Literal["grey", "rgb"] | None, mode),
-            split=cast(Literal["train", "test"], split),
-            labels=not unlabelled,
-            classes=_classes(classes) if isinstance(classes, str) else classes,
-            person=person,
-            on_error=cast(Literal["raise", "skip"], on_error),
-            progress=advance,
-        )
-    print_warnings(caught)
-    return images
-
-
-def _classes(text: str) -> int | list[str]:
-    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
-
-
-def _form(shape: tuple[int, int, int]) -> tuple[int | None, str]:
-    """Size and mode that give this shape: images are resized where it is square."""
-    return (shape[1] if shape[1] == shape[2] else None), ("grey" if shape[0] == 1 else "rgb")
-
-
-def _load_like(source: str, images: sf.ImageSet, split: str, on_error: str = "raise") -> sf.ImageSet:
-    """Images of the same shape and classes as others."""
-    size, mode = _form(images.shape)
-    return _load(source, size, mode, split, not images.labelled, on_error, images.classes if images.labelled else None)
-
-
-def _load_synthetic(source: str, unlabelled: bool, classes: str | None) -> sf.ImageSet:
-    """A synthetic set; of a folder that `synth` made, its images."""
-    inside = Path(source) / "images.npz"
-    return _load(str(inside) if inside.exists() else source, None, None, "train", unlabelled, "raise", classes)
-
-
-def _check_sources(private: str, split: str, test: str) -> None:
-    """Refuse a test set that is the private one by name, before anything is read."""
-    if split == "test" and (private == test or Path(private).resolve() == Path(test).resolve()):
-        raise DataError(
-            f"--test {test} is the private set itself: what is measured on it must not be shared; give others"
-        )
-
-
-def _check_key(sign: Path | None) -> None:
-    """Refuse a key that cannot sign, before anything is spent."""
-    if sign is not None:
-        signing.sign("", sign)
-
-
-def _advise(model: Synthesizer, images: sf.ImageSet, budget: Path | None, resume: bool) -> None:
-    """Warn of unwise settings, and refuse what the data set's budget does not allow, before anything is spent."""
+def _check_before_fit(model: Synthesizer, images: sf.ImageSet, run: RunOptions) -> None:
+    """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
     public = model.public_facts(images)
-    warn(warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit)))
-    refusal = None if budget is None or resume else Account(budget).refusal(model.plan(public))
-    if refusal is not None:
-        raise sf.BudgetExceeded(refusal)
+    console.print_warnings(_advice(model, public))
+    if not run.resume:  # a resumed run is already charged
+        check_budget(model, public, run.budget)
 
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Say after Ctrl-C how to go on."""
+    """After Ctrl-C, print how to continue the run, and exit with status 130."""
     try:
         yield
     except KeyboardInterrupt:
         if started(folder):
             command = shlex.join(["sfumato", *[part for part in sys.argv[1:] if part != "--resume"], "--resume"])
-            said = f"interrupted; what was charged stays charged. Go on with:\n  {command}"
+            message = f"interrupted; the privacy budget that was charged stays charged. Continue with:\n  {command}"
         else:
-            said = "interrupted; nothing was spent"
-        err.print(escape(said), soft_wrap=True)
+            message = "interrupted; no privacy budget was spent"
+        console.err.print(escape(message), soft_wrap=True)
         raise typer.Exit(130) from None
 
 
 def _fail(error: Exception, status: int) -> None:
-    """Bad input ends in one or two lines and a status, not in a traceback (SFUMATO_DEBUG=1 shows it)."""
+    """Print an error without traceback and exit. SFUMATO_DEBUG=1 shows the traceback."""
     if os.environ.get("SFUMATO_DEBUG"):
         raise error
-    err.print(f"[red]error[/red]: {escape(str(error))}", soft_wrap=True)
+    console.err.print(f"[red]error[/red]: {escape(str(error))}", soft_wrap=True)
     sys.exit(status)
 
 
 def main() -> None:
-    """The entry point of the `sfumato` command."""
+    """Run the `sfumato` command."""
     try:
         app()
     except (DataError, sf.BudgetExceeded, sf.LedgerError, ModuleNotFoundError, OSError) as error:

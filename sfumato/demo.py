@@ -1,4 +1,4 @@
-"""The embedded default: a whole `synth` on real images that are at hand."""
+"""Demo: run `synthesize` on public images with default settings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from pathlib import Path
 
 from sfumato.data import find_named, load_images
 from sfumato.methods.registry import create
-from sfumato.synth import Synthesis, check_output, synthesize
+from sfumato.synthesize import Synthesis, check_output, synthesize
 
 
 def run_demo(folder: Path, epsilon: float | None = None) -> Synthesis:
-    """Fashion-MNIST where it is found, else scikit-learn's digits; at most 3 minutes on two cores.
+    """Synthesize Fashion-MNIST if it is on this machine, or else scikit-learn's digits.
 
-    The digits are some 1,400 images: to hide one among so few and leave anything to see takes a larger epsilon.
+    This takes about 3 minutes on two cores. The default epsilon is 1 for Fashion-MNIST and 4 for the digits, because
+    1,400 images need a larger one.
     """
-    large = find_named("fashion-mnist") is not None
-    name, number = ("fashion-mnist", 10_000) if large else ("digits", 5_000)
-    model = create("dp-merf", epsilon=epsilon if epsilon is not None else (1.0 if large else 4.0), steps=1000)
+    has_fashion = find_named("fashion-mnist") is not None
+    name, number, default_epsilon = ("fashion-mnist", 10_000, 1.0) if has_fashion else ("digits", 5_000, 4.0)
+    model = create("dp-merf", epsilon=default_epsilon if epsilon is None else epsilon, steps=1000)
     check_output(folder)
     return synthesize(model, load_images(name), folder, number=number, test=load_images(name, split="test"))
 
 
-def free_folder() -> Path:
-    """demo, or the first of demo-2, demo-3, … that is not there yet: a second run takes nothing from the first."""
+def unused_folder() -> Path:
+    """Return the first of demo, demo-2, demo-3, … that does not exist."""
     names = (Path("demo" if number == 1 else f"demo-{number}") for number in count(1))
     return next(path for path in names if not path.exists())

@@ -1,4 +1,4 @@
-"""A progress bar for people: on the terminal's error stream, absent when nobody is looking."""
+"""Progress bars on the standard error stream. They are hidden if it is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bar(description: str) -> Iterator[Advance]:
-    """Gives a function of (done, total) that moves the bar."""
+    """Show a progress bar and yield a function of (done, total) that updates it."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -25,7 +25,7 @@ def bar(description: str) -> Iterator[Advance]:
 
 
 def track(total: int, description: str) -> Iterator[int]:
-    """`range(total)` with a bar."""
+    """Iterate over `range(total)` with a progress bar."""
     with bar(description) as advance:
         for step in range(total):
             yield step

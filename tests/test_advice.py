@@ -1,4 +1,4 @@
-"""Warnings: loud where they should be, silent on ordinary sets."""
+"""Warnings about weak settings, and none for ordinary sets."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from sfumato.privacy.budget import Budget
 DIGITS = tuple("0123456789")
 
 
-def said(classes: tuple[str, ...] = DIGITS, sizes: tuple[float, ...] | None = None, **budget: float) -> str:
+def warn(classes: tuple[str, ...] = DIGITS, sizes: tuple[float, ...] | None = None, **budget: float) -> str:
     facts = PublicFacts((1, 28, 28), classes, True, sizes)
     return "\n".join(warnings_for(facts, Budget(**{"epsilon": 1.0, **budget})))  # type: ignore[arg-type]
 
 
-def test_an_ordinary_run_is_silent() -> None:
-    assert said() == ""
-    assert said(sizes=(4000,) * 10) == ""
-    assert said(epsilon=20) == ""
+def test_ordinary_settings_give_no_warning() -> None:
+    assert warn() == ""
+    assert warn(sizes=(4000,) * 10) == ""
+    assert warn(epsilon=20) == ""
 
 
-def test_a_weak_budget_is_named() -> None:
-    assert "epsilon 21" in said(epsilon=21)
-    assert "nothing is protected" in said(epsilon=math.inf)
-    assert "1/n" in said(delta=1e-3)
-    assert "1/n" in said(sizes=(6000,) * 10, delta=1e-5 * 0.9)
-    assert "1/n" not in said(sizes=(4000,) * 10, delta=1e-5)
+def test_a_weak_budget_gives_a_warning() -> None:
+    assert "epsilon 21" in warn(epsilon=21)
+    assert "nothing is protected" in warn(epsilon=math.inf)
+    assert "1/n" in warn(delta=1e-3)
+    assert "1/n" in warn(sizes=(6000,) * 10, delta=1e-5 * 0.9)
+    assert "1/n" not in warn(sizes=(4000,) * 10, delta=1e-5)
 
 
-def test_few_images_are_named() -> None:
-    assert "fewer than 100" in said(("a", "b"), (30, 60))
-    assert "fewer than 20 images in b" in said(("a", "b"), (3000, 19))
-    assert said(("a", "b"), (3000, 20)) == ""
+def test_few_images_give_a_warning() -> None:
+    assert "fewer than 100" in warn(("a", "b"), (30, 60))
+    assert "fewer than 20 images in b" in warn(("a", "b"), (3000, 19))
+    assert warn(("a", "b"), (3000, 20)) == ""
 
 
 PERSONS = [
@@ -52,9 +52,9 @@ PERSONS = [
 
 
 @pytest.mark.parametrize("classes", PERSONS)
-def test_names_of_persons_are_noticed(classes: tuple[str, ...]) -> None:
-    assert "look like persons" in said(classes)
-    assert "not protected" in said(classes)
+def test_class_names_of_persons_give_a_warning(classes: tuple[str, ...]) -> None:
+    assert "look like persons" in warn(classes)
+    assert "not protected" in warn(classes)
 
 
 THINGS = [
@@ -76,12 +76,12 @@ THINGS = [
 
 
 @pytest.mark.parametrize("classes", THINGS)
-def test_names_of_things_are_not(classes: tuple[str, ...]) -> None:
-    assert said(classes) == ""
+def test_class_names_of_things_give_no_warning(classes: tuple[str, ...]) -> None:
+    assert warn(classes) == ""
 
 
-def test_many_classes_are_named_unless_their_sizes_are_known() -> None:
+def test_many_classes_give_a_warning_unless_their_sizes_are_public() -> None:
     classes = tuple(f"street {chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(101))
-    assert "101 classes" in said(classes)
-    assert said(classes, (1000,) * 101, delta=1e-6) == ""
-    assert said(classes[:100]) == ""
+    assert "101 classes" in warn(classes)
+    assert warn(classes, (1000,) * 101, delta=1e-6) == ""
+    assert warn(classes[:100]) == ""

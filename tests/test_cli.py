@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what is printed, which files appear, which status is left."""
+"""The command line: output, files and exit status."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 
 import sfumato as sf
 from sfumato import cli
 from sfumato.data import ImageSet, save_images
 from sfumato.evaluate import PROFILES, Recipe
+from sfumato.methods.atelier import Atelier
+from sfumato.methods.generator_method import GeneratorSizes
+from sfumato.methods.kernel_painter import PainterSettings
+from sfumato.methods.teacher import TeacherSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
 QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "--device", "cpu"]
@@ -27,7 +32,7 @@ QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command in this process: (status, output, errors)."""
+    """Return a function that runs the command in this process and returns (status, output, errors)."""
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
@@ -41,14 +46,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, few_digits: ImageSet) -> Path:
-    """Class folders of PNG files, with a space and an accent."""
+    """Write class folders of PNG files, with spaces and accents in their names."""
     images = ImageSet(few_digits.images, few_digits.labels, ("zéro", "le un", "two", "three"))
     return save_images(images, tmp_path_factory.mktemp("private") / "scans à moi")
 
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory, digits: ImageSet) -> Path:
-    """Other images of the same classes, to test on."""
+    """Write test images of the same classes."""
     assert digits.labels is not None
     index = torch.cat([(digits.labels == c).nonzero()[40:52, 0] for c in range(4)])
     images = ImageSet(digits.images[index], digits.labels[index], ("zéro", "le un", "two", "three"))
@@ -58,14 +63,14 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, digits: ImageSet) -> Path
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory: pytest.TempPathFactory, folder: Path, held_out: Path) -> Path:
     target = tmp_path_factory.mktemp("out") / "shared"
-    # One class has one image: with more noise its number could become none.
+    # A large epsilon, because one class has a single image and noise could make its count zero.
     command = [sys.executable, "-m", "sfumato", "synth", folder, "--epsilon", "500", "-n", "40", "--test", held_out]
     command += ["--issuer", "the clinic", "--subject", "scans [2025]", "--method", "dp-merf"]
     subprocess.run([*map(str, [*command, *QUICK]), "--out", str(target)], check=True, capture_output=True)
     return target
 
 
-def test_synth_fills_its_folder(synthetic: Path, run: Any) -> None:
+def test_synth_writes_the_folder(synthetic: Path, run: Any) -> None:
     names = {path.name for path in synthetic.iterdir()}
     assert names >= {
         "images",
@@ -106,7 +111,7 @@ def test_synth_fills_its_folder(synthetic: Path, run: Any) -> None:
     assert content["missing"] == content["uncovered"] == []
 
 
-def test_sampling_goes_on_for_ever(synthetic: Path, tmp_path: Path, run: Any) -> None:
+def test_sample_writes_images_with_a_certificate(synthetic: Path, tmp_path: Path, run: Any) -> None:
     for target in ("a.npz", "b.parquet", "more"):
         status, out, _ = run("sample", synthetic, "-n", "25", "--out", tmp_path / target, "--json")
         assert status == 0
@@ -119,7 +124,7 @@ def test_sampling_goes_on_for_ever(synthetic: Path, tmp_path: Path, run: Any) ->
         assert target in json.loads(out)["checked"]
         pinned = json.loads((synthetic / "certificate.json").read_text())["digest"]
         assert json.loads(certificate.read_text())["derived_from"] == pinned
-    for target in ("a.npz", "a.parquet"):  # the second would replace the first one's certificate
+    for target in ("a.npz", "a.parquet"):  # both have the same certificate file
         status, _, err = run("sample", synthetic, "-n", "5", "--out", tmp_path / target)
         assert status == 1
         assert "exists already" in err
@@ -163,15 +168,17 @@ def test_evaluate_compares_sets_in_one_table(
         assert message in err
 
 
-def test_soft_labels_are_written_where_a_file_can_hold_them(folder: Path, tmp_path: Path, run: Any) -> None:
-    settings = ("steps=2", "paths=1", "features=20", "batch_size=20", "width=8", "lessons=20", "teacher_steps=2")
-    options = [
-        *(f"--set={setting}" for setting in settings),
-        "--set=soft_labels=true",
-        "--device=cpu",
-        "--epsilon=20",
-        "--number=20",
-    ]
+def test_soft_labels_are_written_to_npz_and_parquet(
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {
+        "steps": 2,
+        "painter": PainterSettings(paths=1, features=20, batch_size=20, cnn_images=20),
+        "teacher": TeacherSettings(steps=2, cnn_images=20),
+        "generator": GeneratorSizes(width=8),
+    }
+    monkeypatch.setattr(Atelier, "presets", {"tiny": tiny})
+    options = ["--set=preset=tiny", "--set=soft_labels=true", "--device=cpu", "--epsilon=20", "--number=20"]
     status, out, err = run("synth", folder, "--method", "atelier", *options, "--out", tmp_path / "run")
     assert status == 0, err
     assert "soft labels are in images.npz" in out
@@ -199,7 +206,7 @@ def test_an_edited_certificate_fails(synthetic: Path, tmp_path: Path, run: Any) 
     assert run("verify", tmp_path / "absent.json")[0] == 1
 
 
-def test_verify_is_strict_where_it_is_asked(synthetic: Path, tmp_path: Path, run: Any) -> None:
+def test_verify_enforces_limits(synthetic: Path, tmp_path: Path, run: Any) -> None:
     assert run("verify", synthetic, "--max-epsilon", "1000", "--max-delta", "1e-5")[0] == 0
     for option, value in (("--max-epsilon", "1"), ("--max-delta", "1e-6"), ("--signed-by", tmp_path / "absent.pub")):
         status, out, _ = run("verify", synthetic, option, value)
@@ -213,7 +220,7 @@ def test_verify_is_strict_where_it_is_asked(synthetic: Path, tmp_path: Path, run
     assert "raw.npz" in out
 
 
-def test_no_guarantee_fails(folder: Path, tmp_path: Path, run: Any) -> None:
+def test_verify_fails_without_a_guarantee(folder: Path, tmp_path: Path, run: Any) -> None:
     status, out, err = run("fit", folder, "--epsilon", "inf", "--out", tmp_path / "run", "--method", "dp-merf", *QUICK)
     assert status == 0
     assert "guarantee: none" in out
@@ -227,7 +234,7 @@ def test_no_guarantee_fails(folder: Path, tmp_path: Path, run: Any) -> None:
     assert "holds" not in out
 
 
-def test_a_strangers_text_cannot_draw_on_the_terminal(synthetic: Path, tmp_path: Path, run: Any) -> None:
+def test_untrusted_text_is_sanitized(synthetic: Path, tmp_path: Path, run: Any) -> None:
     certificate = sf.Certificate.load(synthetic / "certificate.json")
     replace(certificate, issuer="\x1b[2J[green]holds[/green]", outputs={}).save(tmp_path / "certificate.json")
     status, out, _ = run("verify", tmp_path)
@@ -236,7 +243,7 @@ def test_a_strangers_text_cannot_draw_on_the_terminal(synthetic: Path, tmp_path:
     assert "[green]holds[/green]" in out
 
 
-def test_a_signed_certificate(folder: Path, tmp_path: Path, run: Any) -> None:
+def test_certificates_can_be_signed(folder: Path, tmp_path: Path, run: Any) -> None:
     key, target = tmp_path / "clinic.key", tmp_path / "run"
     status, out, _ = run("key", "new", key)
     assert status == 0
@@ -277,7 +284,7 @@ def test_one_budget_over_many_runs(folder: Path, tmp_path: Path, run: Any) -> No
     assert json.loads(out)["fits"] is False
     status, out, err = run("fit", folder, *options, *QUICK, "--epsilon", "2", "--out", tmp_path / "c")
     assert status == 1
-    for part in ("is reserved (2 runs)", "asks for 2", "is left"):
+    for part in ("is reserved (2 runs)", "this run needs 2", "is left"):
         assert part in err
     assert not (tmp_path / "c" / "ledger.jsonl").exists()
     status, out, _ = run("budget", "show", path, "--json")
@@ -295,8 +302,8 @@ def test_one_budget_over_many_runs(folder: Path, tmp_path: Path, run: Any) -> No
     assert "one person" in err
 
 
-def test_a_private_image_is_never_measured(folder: Path, held_out: Path, tmp_path: Path, run: Any) -> None:
-    """The same folder, the same folder by another name, and a test folder with one private image."""
+def test_private_test_images_are_refused(folder: Path, held_out: Path, tmp_path: Path, run: Any) -> None:
+    """Refuse the private folder, a link to it, and a test folder with one private image."""
     mixed = tmp_path / "mixed"
     shutil.copytree(held_out, mixed)
     private = next((folder / "two").glob("*.png"))
@@ -314,7 +321,7 @@ def test_a_private_image_is_never_measured(folder: Path, held_out: Path, tmp_pat
     assert "private set itself" in err
 
 
-def test_persons_are_the_unit_if_asked(folder: Path, tmp_path: Path, run: Any) -> None:
+def test_person_sets_the_unit_of_privacy(folder: Path, tmp_path: Path, run: Any) -> None:
     options = ["--method", "dp-merf", "--person", "regex:([0-9]+)[.]png$"]
     status, out, err = run("plan", folder, *options, "--max-per-person", "7")
     assert status == 0, err
@@ -329,7 +336,7 @@ def test_persons_are_the_unit_if_asked(folder: Path, tmp_path: Path, run: Any) -
     assert "one person" in out
 
 
-def test_classes_are_declared(tmp_path: Path, run: Any, few_digits: ImageSet) -> None:
+def test_classes_must_be_declared(tmp_path: Path, run: Any, few_digits: ImageSet) -> None:
     assert few_digits.labels is not None
     np.savez(tmp_path / "x.npz", images=few_digits.images.numpy(), labels=few_digits.labels.numpy())
     status, _, err = run("plan", tmp_path / "x.npz", "--method", "dp-merf")
@@ -341,7 +348,7 @@ def test_classes_are_declared(tmp_path: Path, run: Any, few_digits: ImageSet) ->
         assert json.loads(out)["classes"] == names
 
 
-def test_unwise_settings_are_warned_of_before_anything_is_spent(folder: Path, tmp_path: Path, run: Any) -> None:
+def test_weak_settings_give_warnings(folder: Path, tmp_path: Path, run: Any) -> None:
     options = ["--method", "dp-merf", "--epsilon", "30", "--delta", "0.01", "--set", "public_size=True"]
     for command in (["plan", folder], ["fit", folder, "--out", tmp_path / "run", *QUICK]):
         status, _, err = run(*command, *options)
@@ -362,10 +369,27 @@ def test_plan_spends_nothing(folder: Path, run: Any) -> None:
     assert [release["name"] for release in content["releases"]] == ["embedding"]
     assert content["epsilon"] == pytest.approx(1, rel=1e-3)
     assert content["notes"] == []
+    sources = {setting["name"]: (setting["value"], setting["source"]) for setting in content["settings"]}
+    assert sources["epsilon"] == (1, "given")
+    assert sources["public_size"] == (True, "given")
+    assert sources["delta"] == (1e-5, "default")
+    assert sources["seed"] == (0, "default")
     status, out, _ = run("plan", folder, "--method", "dp-mepf", "--set", "encoder=scattering")
     assert status == 0
     assert "Prop. 4.1" in out
     assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_plan_lists_settings_and_their_sources(folder: Path, run: Any) -> None:
+    status, out, _ = run("plan", folder, "--method", "dp-kernel", "--device", "cpu", "--set", "batch_size=77")
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["batch_size", "77", "given"] in lines
+    assert ["delta", "1e-05", "default"] in lines
+    assert any(line[:1] == ["steps"] and line[2:] == ["preset", "cpu"] for line in lines)
+    assert any(line[:1] == ["painter.features"] for line in lines)  # fields of a setting with several values
+    content = json.loads(run("plan", folder, "--method", "dp-kernel", "--set", "preset=default", "--json")[1])
+    assert {setting["source"] for setting in content["settings"]} == {"given", "default"}
 
 
 def test_account_solves_both_ways(run: Any) -> None:
@@ -377,23 +401,21 @@ def test_account_solves_both_ways(run: Any) -> None:
     assert "exact" in run("account", "-s", "3.731")[1]
 
 
-def test_lists(run: Any) -> None:
+def test_methods_and_data_list(run: Any) -> None:
     assert "dp-merf" in run("methods")[1]
     assert json.loads(run("methods", "--json")[1])[0]["key"] == "dp-merf"
     assert "digits" in run("data", "list")[1]
     assert any(item["name"] == "digits" and item["found"] for item in json.loads(run("data", "list", "--json")[1]))
 
 
-FLOW = [
-    f"--set={name}" for name in ("steps=20", "warm=none", "code=4", "width=4", "couplings=1", "hidden=8", "lessons=5")
-]
+TINY_FLOW = {"code": 4, "width": 4, "couplings": 1, "hidden": 8, "procedural_batches": 5}
 
 
 @pytest.fixture(scope="module")
 def flow_run(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     target = tmp_path_factory.mktemp("flow") / "run"
-    command = [sys.executable, "-m", "sfumato", "fit", folder, "--method", "dp-lflow", "--epsilon", "500", *FLOW]
-    subprocess.run([*map(str, command), "--device", "cpu", "--out", str(target)], check=True, capture_output=True)
+    model = sf.create("dp-lflow", epsilon=500, steps=20, warm="none", device="cpu").with_constants(**TINY_FLOW)
+    model.fit(sf.load_images(folder), run_dir=target)
     return target
 
 
@@ -405,7 +427,7 @@ def test_ood_scores_images(flow_run: Path, folder: Path, synthetic: Path, tmp_pa
     assert {path.name for path in (tmp_path / "found").iterdir()} == {"scores.json", "scores.png", "least_likely.png"}
     content = json.loads((tmp_path / "found" / "scores.json").read_text())["all classes"]
     assert len(content["scores"]) == content["images"] == 61
-    assert "auroc" not in content  # nobody said what belongs
+    assert "auroc" not in content  # the inliers are unknown
     options = ["--samples", "50", "--device", "cpu", "--json"]
     status, out, _ = run("ood", flow_run, folder, "--label", "two", *options, "--set", "likelihood=image")
     assert 0 <= json.loads(out)["two"]["auroc"] <= 1
@@ -417,7 +439,7 @@ def test_ood_scores_images(flow_run: Path, folder: Path, synthetic: Path, tmp_pa
         (["ood", flow_run, folder, "--inliers", "five"], 1, "no class 'five'"),
         (["ood", flow_run, folder, "--false-alarms", "1.5"], 2, "strictly between 0 and 1"),
         (["ood", flow_run, folder, "--each", "--label", "two"], 2, "leave out"),
-        (["ood", flow_run, folder, "--set", "code=9"], 2, "cannot be changed after fit"),
+        (["ood", flow_run, folder, "--set", "steps=9"], 2, "cannot change after fit"),
         (["ood", synthetic, folder], 2, "dp-merf has no likelihood"),
         (["ood", tmp_path, folder], 1, "holds no finished model"),
         (["ood", flow_run, folder, "--unlabelled", "--inliers", "two"], 1, "no labels"),
@@ -427,14 +449,14 @@ def test_ood_scores_images(flow_run: Path, folder: Path, synthetic: Path, tmp_pa
         assert message in " ".join(err.replace("│", " ").split())
 
 
-def test_sampling_options_are_those_of_the_method(flow_run: Path, synthetic: Path, tmp_path: Path, run: Any) -> None:
+def test_sample_sets_parameters_of_the_method(flow_run: Path, synthetic: Path, tmp_path: Path, run: Any) -> None:
     for name, options in (("plain", []), ("sharp", ["--set", "sharpness=5"])):
         assert run("sample", flow_run, "-n", "20", "--out", tmp_path / f"{name}.npz", *options)[0] == 0
     plain, sharp = (np.load(tmp_path / f"{name}.npz")["images"] for name in ("plain", "sharp"))
     assert not np.array_equal(plain, sharp)
     status, _, err = run("sample", synthetic, "-n", "5", "--out", tmp_path / "x.npz", "--set", "steps=3")
     assert status == 2
-    assert "none can" in err
+    assert "cannot change after fit" in err
 
 
 COMMANDS = ["methods", "plan", "fit", "sample", "synth", "evaluate", "ood", "account", "verify", "data", "demo"]
@@ -448,6 +470,17 @@ def test_help(command: str, run: Any) -> None:
     assert "Usage" in out
 
 
+def test_every_command_and_option_has_a_help_text() -> None:
+    def check(command: Any, name: str) -> None:
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help, f"{name} {parameter.name}"
+        for key, child in getattr(command, "commands", {}).items():
+            check(child, f"{name} {key}")
+
+    check(typer.main.get_command(cli.app), "sfumato")
+
+
 BAD: list[tuple[list[str], int, str]] = [
     (["synth", "DATA", "--epsilon", "0", "--out", "OUT"], 2, "epsilon must be greater than 0"),
     (["synth", "DATA", "--epsilon", "-1", "--out", "OUT"], 2, "epsilon must be greater than 0"),
@@ -456,7 +489,8 @@ BAD: list[tuple[list[str], int, str]] = [
     (["synth", "DATA", "--adjacency", "swap", "--out", "OUT"], 2, "adjacency must be one of"),
     (["synth", "DATA", "--method", "dp-murf", "--out", "OUT"], 2, "did you mean 'dp-merf'?"),
     (["synth", "DATA", "--set", "stepz=3", "--out", "OUT"], 2, "did you mean 'steps'?"),
-    (["synth", "DATA", "--set", "steps", "--out", "OUT"], 2, "name=value"),
+    (["synth", "DATA", "--set", "steps", "--out", "OUT"], 2, "NAME=VALUE"),
+    (["synth", "DATA", "--epsilon", "1", "--set", "epsilon=2", "--out", "OUT"], 2, "pass only one"),
     (["synth", "DATA", "--set", "steps=many", "--out", "OUT"], 2, "steps"),
     (["synth", "DATA", "--set", "steps=0", "--out", "OUT"], 2, "steps"),
     (["synth", "DATA", "--out", "OUT", "-n", "0"], 2, "-n"),
@@ -481,7 +515,7 @@ BAD: list[tuple[list[str], int, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "status", "message"), BAD)
-def test_bad_input_ends_in_a_line(
+def test_bad_input_gives_an_error_without_traceback(
     arguments: list[str], status: int, message: str, folder: Path, tmp_path: Path, run: Any
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -516,13 +550,13 @@ def test_an_interrupted_run_can_be_resumed(
     assert charges == 2
     status, _, err = run("fit", folder, "--out", target, *QUICK)
     assert status == 1
-    assert "holds a run already" in err
+    assert "already holds a run" in err
     assert run("fit", folder, "--out", target, *QUICK, "--resume")[0] == 0
     assert (target / "ledger.jsonl").read_text().count('"charge"') == charges
     assert run("verify", target)[0] == 0
 
 
-def test_demo_works_on_the_embedded_digits(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_uses_the_bundled_digits(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sfumato import demo
 
     monkeypatch.setattr(demo, "find_named", lambda name: None)

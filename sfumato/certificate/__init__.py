@@ -1,4 +1,4 @@
-"""The guarantee of a run as a file: issue it, sign it, check it."""
+"""Certificates: the guarantee of a run as a file that can be issued, signed and verified."""
 
 from sfumato.certificate.issue import Certificate
 from sfumato.certificate.verify import Verification, verify

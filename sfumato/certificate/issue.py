@@ -1,11 +1,11 @@
-"""What was promised, in a file that anybody can check without the data.
+"""Certificates: the guarantee of a run in a file that anybody can check without the data.
 
-The certificate is made from the ledger alone, and certifies the *plan* on its first line: a run that stopped early may
-have stopped because of what it saw, and then only the plan's epsilon holds. Nothing in it depends on the private images
-except through a release: no hash of the input, no size, no training loss. Numbers are rounded up, never down.
+A certificate is made from the ledger alone. It certifies the *plan* on the ledger's first line: a run that stopped
+early may have stopped because of its results, and then only the plan's epsilon holds. It depends on the private images
+through releases alone: it has no hash of the input, no size, no training loss. Numbers are rounded up.
 
-`digest`, of all other fields, is no signature: a forger can compute it again. Against forgery stand the recomputation
-of epsilon, the ledger that the certificate pins, and a signature of the digest (`signing.py`).
+`digest`, the hash of all other fields, is not a signature: a forger can recompute it. Protection against forgery is the
+recomputation of epsilon, the hash of the ledger, and a signature of the digest (`signing.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ FORMAT = "sfumato-certificate/2"
 
 @dataclass(frozen=True)
 class Certificate:
-    """The guarantee of a run. Guarantee: `epsilon` covers every release of the plan, made or not."""
+    """The guarantee of a run, and where it comes from.
+
+    - guarantee: "differential-privacy" or "none"; void: why it is "none"; caveats: restrictions, in sentences.
+    - epsilon, delta, adjacency, unit: the guarantee; bounds: epsilon of each accountant.
+    - events: the planned releases; noise: kind of noise of each release, and the generator.
+    - method, parameters, public_facts, account: from the ledger's first line; account: name of the budget file.
+    - ledger: hash of the ledger's last line; outputs: hash of each covered file or folder.
+    - claimed: the guarantee that a published method claims; issuer, subject: who certifies which data; issued: date.
+    - software: versions; derived_from: digest of the run's certificate, for samples drawn later.
+    - format, signature: version of this format; algorithm, public key and value, or None.
+
+    Guarantee: `epsilon` covers every release of the plan, made or not.
+    """
 
     guarantee: str
     epsilon: float | None
@@ -60,21 +72,21 @@ class Certificate:
     def from_ledger(
         cls, ledger: Ledger, *, claimed: Any = None, issuer: str | None = None, subject: str | None = None
     ) -> Certificate:
-        """Certify a run; `issuer`, `subject`: who says so, about which data. Guarantee: that of `statement`."""
-        said = statement(ledger.entries)
-        return cls(**said, claimed=claimed, issuer=issuer, subject=subject, issued=_now(), software=_software())
+        """Return the certificate of a run; `issuer` certifies the data `subject`. Guarantee: that of `statement`."""
+        fields = statement(ledger.entries)
+        return cls(**fields, claimed=claimed, issuer=issuer, subject=subject, issued=_now(), software=_software())
 
     def covering(self, folder: str | Path, names: list[str] | None = None) -> Certificate:
-        """Pin files and folders; without names, all that a run leaves in `folder` to be shared."""
-        found = [path.name for path in Path(folder).iterdir() if _shared(path)] if names is None else names
+        """Add hashes of files and folders of a run; default: everything in `folder` that is meant to be shared."""
+        found = [path.name for path in Path(folder).iterdir() if _is_shared(path)] if names is None else names
         return replace(self, outputs={name: file_digest(Path(folder) / name) for name in sorted(found)}, signature=None)
 
     def derived(self, folder: str | Path, names: list[str]) -> Certificate:
-        """Certify files that were made of this one's outputs alone. Guarantee: post-processing costs nothing."""
+        """Certify files that were computed from the certified outputs alone. Guarantee: post-processing is free."""
         return replace(self.covering(folder, names), derived_from=self.digest, issued=_now())
 
     def signed(self, key: str | Path) -> Certificate:
-        """Sign it with the private key in that file."""
+        """Return the certificate signed with the private key in the file `key`."""
         return replace(self, signature=signing.sign(self.digest, key))
 
     @property
@@ -94,13 +106,13 @@ class Certificate:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Certificate:
-        """Read a certificate without judging it; see `verify`."""
+        """Read a certificate without checking it; see `verify`."""
         content = json.loads(Path(path).read_text("utf-8"))
         return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, or of a folder's sorted names and digests, marked as such. Links are refused."""
+    """Return the SHA-256 of a file, or of a folder's sorted names and digests. Guarantee: raises for links."""
     if path.is_symlink():
         raise OSError(f"{path.name} is a link")
     if path.is_dir():
@@ -116,7 +128,7 @@ def content_digest(content: dict[str, Any]) -> str:
     return digest({name: value for name, value in content.items() if name not in ("digest", "signature")})
 
 
-def _shared(path: Path) -> bool:
+def _is_shared(path: Path) -> bool:
     return path.name not in ("certificate.json", "private") and path.suffix not in (".lock", ".partial")
 
 
@@ -125,7 +137,7 @@ def _now() -> str:
 
 
 def _software() -> dict[str, str]:
-    """Versions; the budget is spent by now, so that what is not installed (a source tree on the path) stops nothing."""
+    """Return versions. Never raises for a package without metadata (a source tree): the budget is already spent."""
     found = {"python": platform.python_version()}
     for name in ("sfumato", "torch", "numpy", "dp-accounting", "opendp"):
         try:

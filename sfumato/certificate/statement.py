@@ -1,8 +1,8 @@
-"""What a ledger certifies: the guarantee of a run, from its lines alone.
+"""Derive the fields of a certificate from the lines of a ledger.
 
-It is that of the *plan* on the first line: a run that stopped early may have stopped because of what it saw, and then
-only the plan's epsilon holds. Nothing here depends on the private images except through a release. Numbers are rounded
-up, never down.
+The guarantee is that of the *plan* on the first line: a run that stopped early may have stopped because of its results,
+and then only the plan's epsilon holds. Nothing depends on the private images except through releases. Numbers are
+rounded up.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from collections import Counter
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
-from sfumato.privacy.accounting import Release, bounds, least
+from sfumato.privacy.accounting import Release, bounds, tightest
 from sfumato.privacy.budget import Budget
 from sfumato.privacy.ledger import LedgerError
 
 GENERATOR = "operating system entropy; secure: OpenDP discrete Gaussian; fast: Philox, floating point"
-EVENT = ("name", "times", "sampling_prob", "noise_multiplier", "nonnegative", "noise")
-KINDS = [str, int, float, float, bool, str]  # of an event's fields
-MOST_EVENTS = 1000
-SIZES = (
+EVENT_FIELDS = ("name", "times", "sampling_prob", "noise_multiplier", "nonnegative", "noise")
+EVENT_TYPES = [str, int, float, float, bool, str]
+MAX_EVENTS = 1000
+# Part of the certificate format: `verify` compares the text.
+PUBLIC_SIZES_CAVEAT = (
     "Class sizes were taken as public: what one {0} looks like is hidden, not that a class has one {0} more or less."
 )
 
 
 def statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a ledger's lines certify.
+    """Return what the lines of a ledger certify.
 
-    Guarantee: epsilon is that of the whole plan, which contains every charge; an `unprotected` line, or a release
-    without noise, makes the guarantee "none".
+    Guarantee: epsilon is that of the whole plan, which contains every charge. With an `unprotected` line, or a release
+    without noise, the guarantee is "none".
     """
     if not entries:
         raise LedgerError("the ledger is empty: there is nothing to certify")
@@ -39,12 +40,12 @@ def statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
     for entry in entries:
         if entry["kind"] == "charge":
             charged[entry["name"]] += entry["times"]
-            event = {name: entry.get(name) for name in EVENT}
+            event = {name: entry.get(name) for name in EVENT_FIELDS}
             if {**event, "times": None} != {**planned.get(entry["name"], {}), "times": None}:
-                raise LedgerError(f"line {entry['seq'] + 1} charges for something that is not in the plan")
-    if over := [name for name, times in charged.items() if times > planned[name]["times"]]:
-        raise LedgerError(f"release {over[0]!r} was charged more often than planned")
-    found, epsilon = accounted(events, opening["delta"], opening["adjacency"])
+                raise LedgerError(f"line {entry['seq'] + 1} charges a release that is not in the plan")
+    if exceeded := [name for name, times in charged.items() if times > planned[name]["times"]]:
+        raise LedgerError(f"release {exceeded[0]!r} was charged more often than planned")
+    found, epsilon = account_events(events, opening["delta"], opening["adjacency"])
     reasons = [entry["reason"] for entry in entries if entry["kind"] == "unprotected"]
     reasons += ["no noise was asked for (epsilon = inf)"] if epsilon is None else []
     facts = opening.get("public_facts", {})
@@ -65,22 +66,22 @@ def statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def caveats(facts: dict[str, Any], unit: str) -> list[str]:
-    return [] if facts.get("sizes") is None else [SIZES.format(unit)]
+    return [] if facts.get("sizes") is None else [PUBLIC_SIZES_CAVEAT.format(unit)]
 
 
-def accounted(
+def account_events(
     events: list[dict[str, Any]], delta: float, adjacency: Any
 ) -> tuple[dict[str, float | None], float | None]:
-    """(each bound, the least), infinities as None. Guarantee: refuses fields of another kind than were written."""
-    budget = Budget(math.inf, delta, adjacency)  # refuses an unknown relation
+    """Return (each bound, the tightest), with None for infinity. Guarantee: raises for fields of other types."""
+    budget = Budget(math.inf, delta, adjacency)  # raises for an unknown adjacency
     for event in events:
-        kinds = [type(event.get(name)) for name in EVENT]
-        if len(events) > MOST_EVENTS or kinds != KINDS or len(event) > len(EVENT):
-            raise ValueError(f"an event has the fields {', '.join(EVENT)}")
-    releases = [Release(**{name: event[name] for name in EVENT[:-1]}) for event in events]
+        types = [type(event.get(name)) for name in EVENT_FIELDS]
+        if len(events) > MAX_EVENTS or types != EVENT_TYPES or len(event) > len(EVENT_FIELDS):
+            raise ValueError(f"an event must have the fields {', '.join(EVENT_FIELDS)}; at most {MAX_EVENTS} events")
+    releases = [Release(**{name: event[name] for name in EVENT_FIELDS[:-1]}) for event in events]
     found = bounds(releases, budget.delta, budget.adjacency)
     finite = {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
-    return finite, least(found) if math.isfinite(least(found)) else None
+    return finite, tightest(found) if math.isfinite(tightest(found)) else None
 
 
 def rounded_up(value: float) -> float:

@@ -1,11 +1,11 @@
-"""Readers and writers of image sets, and the named data sets."""
+"""Read and write image sets; find and download named data sets."""
 
-from .errors import DataError, DataWarning
-from .grid import contact_sheet
-from .imageset import ImageSet, PublicFacts, shared_images
-from .load import load_images
-from .named import NamedSet, find_named, get_named, named_sets
-from .save import save_images
+from sfumato.data.errors import DataError, DataWarning
+from sfumato.data.grid import contact_sheet
+from sfumato.data.imageset import ImageSet, PublicFacts, shared_images
+from sfumato.data.load import load_images
+from sfumato.data.named import NamedSet, find_named, get_named, named_sets
+from sfumato.data.save import save_images
 
 __all__ = [
     "DataError",

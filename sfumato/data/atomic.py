@@ -1,22 +1,25 @@
-"""Writing that happens wholly or not at all."""
+"""Atomic writes: a target is either replaced completely or left unchanged."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from .errors import DataError, reason
+from sfumato.data.errors import DataError, reason
 
 
 @contextmanager
 def replacing(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a temporary path beside `target`, to be written as a file or a folder, and rename it at the end.
+    """Yield a temporary path next to `target`, and rename it to `target` at the end.
 
-    Whatever happens before the rename, the temporary is removed and an existing target stays as it was.
+    The caller writes a file or a folder to the temporary path. If anything fails before the rename, the temporary path
+    is removed and an existing target stays unchanged.
     """
     if not overwrite and os.path.lexists(target):
         raise DataError(f"{target} exists already; choose another name, or pass overwrite=True (--overwrite)")
@@ -31,19 +34,25 @@ def replacing(target: Path, *, overwrite: bool) -> Iterator[Path]:
         _remove(temporary)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON and replace an existing file."""
+    with replacing(path, overwrite=True) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
 def _move(temporary: Path, target: Path) -> None:
     if not (temporary.is_dir() and target.is_dir()):
         os.replace(temporary, target)
         return
-    # A folder cannot be replaced in one step: the old one is set aside until the new one stands.
-    aside = temporary.with_suffix(".old")
-    target.rename(aside)
+    # A folder cannot be replaced in one step, so the old one is kept until the new one is in place.
+    backup = temporary.with_suffix(".old")
+    target.rename(backup)
     try:
         temporary.rename(target)
     except BaseException:
-        aside.rename(target)
+        backup.rename(target)
         raise
-    _remove(aside)
+    _remove(backup)
 
 
 def _remove(path: Path) -> None:

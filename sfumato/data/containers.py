@@ -1,4 +1,4 @@
-"""Containers of encoded images: Parquet in the Hugging Face layout, and WebDataset tar shards."""
+"""List the encoded images in Parquet files (Hugging Face layout) and WebDataset tar shards."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from .decode import SUFFIXES, Item, Listing
-from .errors import UNLABELLED, DataError, first_few, reason
-from .labels import SOFT_LABELS, encode_labels, encode_soft_labels
-from .persons import person_name
+from sfumato.data.decode import SUFFIXES, Item, Listing
+from sfumato.data.errors import UNLABELLED_HINT, DataError, first_few, reason
+from sfumato.data.labels import SOFT_LABELS, encode_labels, encode_soft_labels
+from sfumato.data.persons import person_name
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels")
-ROWS_AT_ONCE = 256
-# The order of preference where a sample has several: a class index says more than a caption.
+ROWS_PER_BATCH = 256
+# Order of preference if a sample has several: a class index is more specific than a caption.
 LABEL_SUFFIXES = (".cls", ".json", ".txt")
 
 
 def list_parquet(
     paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
 ) -> Listing:
-    """List the images of Parquet shards; the schema's metadata name the classes, else those given do.
+    """List the images of Parquet shards.
 
-    person: the column that tells whose image it is.
+    - classes: class names, used if the schema metadata has none.
+    - person: column that holds the person of each image.
     """
     pyarrow = import_pyarrow()
     rows, values, soft_labels, names, columns, people = 0, [], [], [], [], []
@@ -59,18 +60,18 @@ def list_parquet(
     if not labels:
         return Listing(items, rows, persons=persons)
     if None in values:
-        raise DataError(f"row {values.index(None)} of {_all(paths)} has no label; {UNLABELLED}")
+        raise DataError(f"row {values.index(None)} of {_name_shards(paths)} has no label; {UNLABELLED_HINT}")
     if any(other != names[0] for other in names):
-        raise DataError(f"the shards {_all(paths)} disagree on the names of the classes")
+        raise DataError(f"the shards {_name_shards(paths)} have different class names")
     if soft_labels and len(soft_labels) < rows:
-        raise DataError(f"some of the shards {_all(paths)} have soft labels and others have none")
+        raise DataError(f"only some of the shards {_name_shards(paths)} have soft labels")
     soft = encode_soft_labels(soft_labels) if soft_labels else None
-    encoded, known = encode_labels(values, names[0] or classes, _all(paths))
+    encoded, known = encode_labels(values, names[0] or classes, _name_shards(paths))
     return Listing(items, rows, encoded, known, soft_labels=soft, persons=persons)
 
 
 def import_pyarrow() -> ModuleType:
-    """pyarrow, which only those need who read or write Parquet."""
+    """Import pyarrow, an optional dependency that only Parquet files need."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -83,13 +84,13 @@ def import_pyarrow() -> ModuleType:
 def _column(path: Path, schema: Any, wanted: tuple[str, ...]) -> str:
     found = next((name for name in wanted if name in schema.names), None)
     if found is None:
-        hint = f"; {UNLABELLED}" if wanted == LABEL_COLUMNS else ""
+        hint = f"; {UNLABELLED_HINT}" if wanted == LABEL_COLUMNS else ""
         raise DataError(f"{path} has no column {wanted[0]!r}, only {', '.join(schema.names)}{hint}")
     return found
 
 
 def _class_names(path: Path, schema: Any, column: str) -> tuple[str, ...] | None:
-    """Names from the `huggingface` metadata (ClassLabel), or from a comma-separated `classes` entry."""
+    """Read class names from the `huggingface` metadata (ClassLabel) or from a comma-separated `classes` entry."""
     metadata = schema.metadata or {}
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
@@ -106,7 +107,7 @@ def _parquet_items(pyarrow: ModuleType, shards: Sequence[tuple[Path, str]]) -> I
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 number = count()
-                for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+                for batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):
                     for cell in batch.column(0).to_pylist():
                         yield _bytes_item(cell, f"{path.name} row {next(number)}")
         except DataError:
@@ -123,8 +124,8 @@ def _bytes_item(cell: Any, name: str) -> Item:
 
 
 @dataclass(frozen=True)
-class _Slice:
-    """Where an image lies within a tar file; opened only when it is decoded."""
+class _ByteRange:
+    """Position of a member within a tar file; read only when it is decoded."""
 
     path: Path
     offset: int
@@ -139,35 +140,35 @@ class _Slice:
 def list_webdataset(
     paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
 ) -> Listing:
-    """List the samples of WebDataset shards: members that share a name up to its first dot.
+    """List the samples of WebDataset shards. Members whose names agree up to the first dot form one sample.
 
-    person: the key of the `.json` members that tells whose image it is.
+    - person: key in the `.json` members that holds the person of each image.
     """
     items: list[Item] = []
     values: list[int | str] = []
     people: list[str] = []
     for path in paths:
-        for key, sample in _samples(path).items():
+        for key, sample in _read_samples(path).items():
             image = next((member for suffix, member in sample.items() if suffix in SUFFIXES), None)
             if image is None:
                 raise DataError(f"{path}: sample {key!r} has no image among {first_few(sorted(sample))}")
             name = f"{path.name}:{image.name}"
-            items.append(Item(name, _Slice(path, image.offset_data, image.size).open))
+            items.append(Item(name, _ByteRange(path, image.offset_data, image.size).open))
             if labels:
                 values.append(_tar_label(path, key, sample))
             if person is not None:
                 people.append(_tar_person(path, key, sample, person))
     if not items:
-        raise DataError(f"{_all(paths)} holds no images")
+        raise DataError(f"{_name_shards(paths)} holds no images")
     persons = None if person is None else people
     if not labels:
         return Listing(items, len(items), persons=persons)
     if len({type(value) for value in values}) > 1:
-        raise DataError(f"{_all(paths)} mixes numbers and names as labels; use one of them throughout")
-    return Listing(items, len(items), *encode_labels(values, classes, _all(paths)), persons=persons)
+        raise DataError(f"{_name_shards(paths)} mixes numbers and names as labels; use only one kind")
+    return Listing(items, len(items), *encode_labels(values, classes, _name_shards(paths)), persons=persons)
 
 
-def _samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
+def _read_samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     try:
         with tarfile.open(path, "r:") as archive:
@@ -188,7 +189,7 @@ def _samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
 def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int | str:
     suffix = next((suffix for suffix in LABEL_SUFFIXES if suffix in sample), None)
     if suffix is None:
-        raise DataError(f"{path}: sample {key!r} has no label (.cls, .json or .txt); {UNLABELLED}")
+        raise DataError(f"{path}: sample {key!r} has no label (.cls, .json or .txt); {UNLABELLED_HINT}")
     member = sample[suffix]
     try:
         value = _tar_json(path, member)["label"] if suffix == ".json" else _tar_text(path, member)
@@ -204,7 +205,7 @@ def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int 
 def _tar_person(path: Path, key: str, sample: dict[str, tarfile.TarInfo], person: str) -> str:
     member = sample.get(".json")
     if member is None:
-        raise DataError(f"{path}: sample {key!r} has no .json member, where person={person!r} (--person) would stand")
+        raise DataError(f"{path}: sample {key!r} has no .json member with the key of person={person!r} (--person)")
     try:
         value = _tar_json(path, member)[person]
     except (ValueError, KeyError, TypeError) as error:
@@ -217,8 +218,8 @@ def _tar_json(path: Path, member: tarfile.TarInfo) -> Any:
 
 
 def _tar_text(path: Path, member: tarfile.TarInfo) -> str:
-    return _Slice(path, member.offset_data, member.size).open().read().decode().strip()
+    return _ByteRange(path, member.offset_data, member.size).open().read().decode().strip()
 
 
-def _all(paths: Sequence[Path]) -> str:
+def _name_shards(paths: Sequence[Path]) -> str:
     return first_few([str(path) for path in paths], limit=1)

@@ -1,4 +1,4 @@
-"""What goes wrong with image sets: bad input is a `DataError`, what can be gone on with is a `DataWarning`."""
+"""Errors and warnings about image sets, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 
 class DataError(ValueError):
-    """Images or labels that cannot be read, written or used; the message says what, why and how to go on."""
+    """Raised if images or labels cannot be read, written or used. The message says what is wrong and what to do."""
 
 
 class DataWarning(UserWarning):
-    """Images were left out because the caller asked for `on_error="skip"`, or there are very few."""
+    """Issued if files were left out (`on_error="skip"`), or if a set has very few images."""
 
 
-UNLABELLED = "pass labels=False (--unlabelled) to read the images as one unlabelled collection"
+UNLABELLED_HINT = "pass labels=False (--unlabelled) to read the images without labels"
 
 
 def first_few(names: Sequence[str], limit: int = 3) -> str:
-    """Name the first few culprits and count the others."""
+    """List the first names and count the others."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def reason(error: BaseException) -> str:
-    """The plain words of an exception, without the path that an OSError repeats."""
+    """Return the message of an exception, without the path that an OSError repeats."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The one form that images take inside the package: uint8 pixels, whole-number labels, class names."""
+"""Image sets: uint8 pixels, integer labels and class names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .errors import DataError
-from .labels import Classes, check_classes, class_names, encode_labels, encode_soft_labels
-from .persons import encode_persons
+from sfumato.data.errors import DataError
+from sfumato.data.labels import Classes, check_classes, class_names, encode_labels, encode_soft_labels
+from sfumato.data.persons import encode_persons
 
-ROUNDING = 1e-2  # of soft labels' sums: half precision is enough
+SUM_TOLERANCE = 1e-2  # of soft labels; allows half precision
 
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """What may be known of an image set without a privacy charge; `sizes` of classes only if declared public.
+    """Facts about an image set that are public, so that using them costs no privacy.
 
-    unit: what one record is, an "image" or a "person" with all images. A person counts as one in `sizes`, shared
-    among the classes as the person's images are.
+    - shape: channels, height and width.
+    - classes: class names.
+    - labelled: whether the images have labels.
+    - sizes: number of units in each class, only if declared public. A person counts as one in total: it is divided
+      among the classes in proportion to the person's images.
+    - unit: unit of privacy, one "image" or one "person" with all images.
     """
 
     shape: tuple[int, int, int]
@@ -34,10 +38,13 @@ class PublicFacts:
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images uint8 [N, C, H, W], C being 1 (grey) or 3 (RGB); labels int64 [N], or None if unlabelled.
+    """Images with optional labels, soft labels and persons.
 
-    soft_labels: float32 [N, classes], a probability for each class, beside the labels; None if there are none.
-    persons: int64 [N], the index of the person to whom each image belongs (private); None: each image is its own unit.
+    - images: uint8 [N, C, H, W], where C is 1 (grey) or 3 (RGB).
+    - labels: int64 [N], indices into `classes`; None if unlabelled.
+    - classes: class names; ("all",) if unlabelled.
+    - soft_labels: float32 [N, classes], a probability for each class, in addition to the labels; or None.
+    - persons: int64 [N], the index of the person that each image belongs to. Private. None: each image is one unit.
     """
 
     images: torch.Tensor
@@ -57,7 +64,7 @@ class ImageSet:
             _check_labels(self.labels, len(self.images), len(self.classes))
         if self.soft_labels is not None:
             if self.labels is None:
-                raise DataError("soft labels were given without labels; they stand beside them")
+                raise DataError("soft labels were given without labels; pass both")
             _check_soft_labels(self.soft_labels, len(self.images), len(self.classes))
         if self.persons is not None:
             _check_persons(self.persons, len(self.images))
@@ -66,12 +73,12 @@ class ImageSet:
         return len(self.images)
 
     def __repr__(self) -> str:
-        # No number of images or persons, and no pixel: a repr ends up in logs, and all these are private.
+        # The number of images and the pixels are private, and a repr may end up in logs.
         return f"ImageSet(shape={self.shape}, classes={len(self.classes)}, labelled={self.labelled})"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
+        """Channels, height and width."""
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
@@ -80,7 +87,7 @@ class ImageSet:
         return self.labels is not None
 
     def public(self, declare_size: bool = False) -> PublicFacts:
-        """The public facts; numbers of images are private unless the caller declares them public."""
+        """Return the public facts. The number of images in each class is included only if declared public."""
         sizes = None
         if declare_size:
             labels = torch.zeros(len(self), dtype=torch.int64) if self.labels is None else self.labels
@@ -90,7 +97,7 @@ class ImageSet:
         return PublicFacts(self.shape, tuple(self.classes), self.labelled, sizes, unit)
 
     def subset(self, indices: torch.Tensor | np.ndarray[Any, Any] | Sequence[int]) -> ImageSet:
-        """The images at `indices` (or where a boolean mask is true), in that order, with the same classes."""
+        """Return the images at `indices` (or where a boolean mask is true), in that order, with the same classes."""
         chosen = torch.as_tensor(indices)
         if chosen.numel() == 0:
             raise DataError("the subset holds no images")
@@ -109,12 +116,13 @@ class ImageSet:
         soft_labels: Any = None,
         persons: Any = None,
     ) -> ImageSet:
-        """Make a set from numpy or torch arrays.
+        """Create a set from numpy or torch arrays.
 
-        Images are uint8, or float within [0, 1]; shaped [N,H,W], [N,C,H,W] or [N,H,W,C] with C 1 or 3.
-        Labels are whole numbers (indices into `classes`), booleans or strings, shaped [N] or [N,1]; soft labels are
-        probabilities, shaped [N, classes]. Labels need `classes`: the names in their order, or their number.
-        Persons are whole numbers or strings, shaped [N].
+        - images: uint8, or floats in [0, 1], of shape [N,H,W], [N,C,H,W] or [N,H,W,C] with C = 1 or 3.
+        - labels: integers (indices into `classes`), booleans or strings, of shape [N] or [N,1].
+        - classes: class names in order, or their number; required with labels.
+        - soft_labels: probabilities of shape [N, classes].
+        - persons: integers or strings of shape [N].
         """
         pixels = _as_uint8(_channels_first(_as_tensor(images, "images")))
         soft = None if soft_labels is None else encode_soft_labels(soft_labels)
@@ -127,7 +135,7 @@ class ImageSet:
 
 
 def shared_images(a: ImageSet, b: ImageSet) -> bool:
-    """Whether any image of one set equals an image of the other, pixel for pixel."""
+    """Return whether the two sets have an image in common, pixel for pixel."""
     return a.shape == b.shape and not _digests(a).isdisjoint(_digests(b))
 
 
@@ -140,11 +148,11 @@ def _as_tensor(values: Any, what: str) -> torch.Tensor:
         return values.detach().cpu()
     array = np.asarray(values)
     if array.dtype.kind not in "uifb":
-        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats within [0, 1]")
-    # Byte order and read-only memory are numpy notions that torch does not share.
+        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats in [0, 1]")
+    # torch supports neither foreign byte order nor read-only memory.
     array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
     if (array.dtype.kind == "u" and array.dtype != np.uint8) or array.dtype == np.longdouble:
-        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats within [0, 1]")
+        raise DataError(f"{what} are an array of {array.dtype}; expected uint8, or floats in [0, 1]")
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
@@ -168,23 +176,23 @@ def _as_uint8(images: torch.Tensor) -> torch.Tensor:
     if images.dtype == torch.uint8:
         return images.contiguous()
     if not images.is_floating_point():
-        raise DataError(f"images are {_name(images.dtype)}; expected uint8 (0..255), or floats within [0, 1]")
+        raise DataError(f"images are {_dtype_name(images.dtype)}; expected uint8 (0..255), or floats in [0, 1]")
     if images.numel() == 0:
         return images.to(torch.uint8)
     if not bool(torch.isfinite(images).all()):
         kind = "NaN" if bool(torch.isnan(images).any()) else "infinite values"
-        raise DataError(f"images contain {kind}; every value must be a number within [0, 1]")
+        raise DataError(f"images contain {kind}; every value must be a number in [0, 1]")
     low, high = float(images.min()), float(images.max())
     if low < 0 or high > 1:
-        # The extremes of private pixels stay out of the message: it may end up in a shared log.
+        # The message leaves out the values, because it may end up in a shared log.
         side = "below 0" if low < 0 else "above 1"
-        raise DataError(f"float images have values {side}; scale them into [0, 1], or pass uint8 (0..255)")
+        raise DataError(f"float images have values {side}; scale them to [0, 1], or pass uint8 (0..255)")
     return (images.double() * 255).round().to(torch.uint8).contiguous()
 
 
 def _check_images(images: torch.Tensor) -> None:
     if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
-        kind = _name(images.dtype) if isinstance(images, torch.Tensor) else type(images).__name__
+        kind = _dtype_name(images.dtype) if isinstance(images, torch.Tensor) else type(images).__name__
         raise DataError(f"images must be a uint8 tensor, not {kind}; use ImageSet.from_arrays to convert")
     if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
         raise DataError(f"images must have shape [N, C, H, W] with C 1 or 3, not {list(images.shape)}")
@@ -198,7 +206,7 @@ def _check_labels(labels: torch.Tensor, images: int, classes: int) -> None:
     if len(labels) != images:
         raise DataError(f"there are {images} images but {len(labels)} labels")
     if int(labels.min()) < 0:
-        raise DataError(f"label {int(labels.min())} is negative; labels count from 0 (drop unlabelled images)")
+        raise DataError(f"label {int(labels.min())} is negative; labels start at 0 (remove images without a label)")
     if int(labels.max()) >= classes:
         raise DataError(f"label {int(labels.max())} has no class name: only {classes} classes are named")
 
@@ -208,9 +216,9 @@ def _check_soft_labels(soft_labels: torch.Tensor, images: int, classes: int) -> 
         raise DataError("soft labels must be a float32 tensor; use ImageSet.from_arrays to convert")
     if soft_labels.shape != (images, classes):
         raise DataError(f"soft labels must have shape [{images}, {classes}], not {list(soft_labels.shape)}")
-    # a sum that is not a number fails, too
-    if not bool((soft_labels >= 0).all() and ((soft_labels.sum(1) - 1).abs() < ROUNDING).all()):
-        raise DataError("soft labels must be probabilities: at least 0, and 1 in sum for each image")
+    # NaN fails this check
+    if not bool((soft_labels >= 0).all() and ((soft_labels.sum(1) - 1).abs() < SUM_TOLERANCE).all()):
+        raise DataError("soft labels must be probabilities: at least 0, with a sum of 1 for each image")
 
 
 def _check_persons(persons: torch.Tensor, images: int) -> None:
@@ -219,8 +227,8 @@ def _check_persons(persons: torch.Tensor, images: int) -> None:
     if len(persons) != images:
         raise DataError(f"there are {images} images but {len(persons)} persons; give one person per image")
     if int(persons.min()) < 0:
-        raise DataError("a person has a negative index; persons count from 0")
+        raise DataError("a person has a negative index; persons start at 0")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Labels in any usual form to indices of declared classes."""
+"""Convert labels to indices of declared classes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import UNLABELLED, DataError
+from sfumato.data.errors import UNLABELLED_HINT, DataError
 
-# Beyond this a "label" is more likely an identifier, and naming every number up to it would make no sense.
-MOST_CLASSES = 100_000
-MOST_SUGGESTED = 30
-SOFT_LABELS = "soft_labels"  # the array or column that holds them
+# A larger label is probably an identifier, not a class.
+MAX_CLASSES = 100_000
+MAX_SUGGESTED = 30
+SOFT_LABELS = "soft_labels"  # name of the array or column
 
 Classes = Sequence[str] | int
 
 
-def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Distinct names in the order of their labels: numerical if all are numbers, else by code point."""
+def sort_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the distinct names, sorted as numbers if all are numbers, and by code point otherwise."""
     distinct = set(names)
     if all(name.isascii() and name.isdigit() for name in distinct):
         return tuple(sorted(distinct, key=lambda name: (int(name), name)))
@@ -28,18 +28,18 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def class_names(classes: Classes) -> tuple[str, ...]:
-    """Turn a declaration into names: a whole number n stands for "0" to "n-1"."""
-    if isinstance(classes, int) and not isinstance(classes, bool) and 1 <= classes <= MOST_CLASSES:
+    """Return class names. An integer n stands for the names "0" to "n-1"."""
+    if isinstance(classes, int) and not isinstance(classes, bool) and 1 <= classes <= MAX_CLASSES:
         return tuple(str(number) for number in range(classes))
     if isinstance(classes, bool | int | str) or not isinstance(classes, Iterable):
-        raise DataError(f"classes={classes!r}: expected a list of names, or their number (1 to {MOST_CLASSES})")
+        raise DataError(f"classes={classes!r}: expected a list of names, or their number (1 to {MAX_CLASSES})")
     names = tuple(classes)
     check_classes(names)
     return names
 
 
 def check_classes(classes: Sequence[str]) -> None:
-    """Refuse names that are not text, or not distinct."""
+    """Raise `DataError` unless the names are distinct, valid text."""
     for name in classes:
         if not isinstance(name, str):
             raise DataError(f"class names must be strings, not {name!r}")
@@ -47,15 +47,16 @@ def check_classes(classes: Sequence[str]) -> None:
             raise DataError(f"class name {name!a} is not valid text (UTF-8 without NUL); rename the class")
     if len(set(classes)) < len(classes):
         twice = next(name for name in classes if list(classes).count(name) > 1)
-        raise DataError(f"class name {twice!r} appears twice; class names must differ")
+        raise DataError(f"class name {twice!r} appears twice; class names must be distinct")
 
 
 def encode_labels(
     labels: Any, classes: Sequence[str] | None, source: str = "this array of labels"
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Turn labels into int64 indices of `classes`: whole numbers and booleans are indices, strings are names.
+    """Convert labels to int64 indices of `classes`: integers and booleans are indices, strings are names.
 
-    Without classes the labels would decide them, a single one too: an error that names the likely declaration.
+    Without `classes`, raise a `DataError` that suggests a declaration. The labels must not define the classes: classes
+    are public, and a single image could add one.
     """
     values = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
     if values.ndim == 2 and values.shape[1] == 1:
@@ -65,45 +66,45 @@ def encode_labels(
     if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
         values = values.astype(str) if len(values) else values
     if values.dtype.kind in "US":
-        names = [text(value) for value in values]
-        return _encode_names(names, _declared(classes, in_order(names), source))
+        names = [to_text(value) for value in values]
+        return _encode_names(names, _require_classes(classes, sort_names(names), source))
     _check_numbers(values)
-    most = int(values.max()) if len(values) else -1
-    if classes is None and most >= MOST_CLASSES:
-        raise DataError(f"label {most} looks like an identifier, not a class; number the classes from 0")
-    known = _declared(classes, range(most + 1), source)
-    if most >= len(known):
-        raise DataError(f"label {most} has no class name: only {len(known)} classes are named")
+    largest = int(values.max()) if len(values) else -1
+    if classes is None and largest >= MAX_CLASSES:
+        raise DataError(f"label {largest} looks like an identifier, not a class; number the classes starting at 0")
+    known = _require_classes(classes, range(largest + 1), source)
+    if largest >= len(known):
+        raise DataError(f"label {largest} has no class name: only {len(known)} classes are named")
     return torch.from_numpy(values.astype(np.int64)), known
 
 
 def encode_soft_labels(values: Any) -> torch.Tensor:
-    """Turn probabilities in any usual form into float32; `ImageSet` checks them."""
+    """Convert probabilities to float32. `ImageSet` validates them."""
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
         return torch.from_numpy(array.astype(np.float32))
     except (ValueError, TypeError) as error:
-        raise DataError("soft labels are not numbers, as many for each image; expected [N, classes]") from error
+        raise DataError("soft labels are not a numeric array of shape [N, classes]") from error
 
 
-def text(value: str | bytes) -> str:
-    """A name as text; numpy keeps some as bytes."""
+def to_text(value: str | bytes) -> str:
+    """Convert a name to text; numpy stores some names as bytes."""
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
         raise DataError(f"{value!r} is not UTF-8 text") from error
 
 
-def _declared(classes: Sequence[str] | None, found: Sequence[str] | range, source: str) -> tuple[str, ...]:
-    """The declared classes; without them, an error that suggests those found."""
+def _require_classes(classes: Sequence[str] | None, found: Sequence[str] | range, source: str) -> tuple[str, ...]:
+    """Return the declared classes, or raise an error that suggests the classes that were found."""
     if classes is not None:
         return tuple(classes)
-    what = f"{source} does not declare its classes, and a single image must not decide them"
+    what = f"{source} does not declare its classes, and labels must not define them"
     if len(found) < 2:
-        raise DataError(f"{what}; pass classes= (--classes) with all of them, or {UNLABELLED}")
+        raise DataError(f"{what}; pass classes= (--classes) with all of them, or {UNLABELLED_HINT}")
     if isinstance(found, range) or found == tuple(str(number) for number in range(len(found))):
         raise DataError(f"{what}; pass classes={len(found)} (--classes {len(found)})")
-    if len(found) > MOST_SUGGESTED:
+    if len(found) > MAX_SUGGESTED:
         raise DataError(f"{what}; pass classes=[{found[0]!r}, …] (--classes {shlex.quote(found[0])},…)")
     raise DataError(f"{what}; pass classes={list(found)} (--classes {shlex.quote(','.join(found))})")
 
@@ -118,9 +119,9 @@ def _encode_names(names: list[str], known: tuple[str, ...]) -> tuple[torch.Tenso
 
 def _check_numbers(values: np.ndarray[Any, Any]) -> None:
     if values.dtype.kind not in "uifb":
-        raise DataError(f"labels are an array of {values.dtype}; expected whole numbers or strings")
+        raise DataError(f"labels are an array of {values.dtype}; expected integers or strings")
     if values.dtype.kind == "f" and not (np.isfinite(values).all() and (values == np.round(values)).all()):
-        raise DataError("labels contain fractions or NaN; expected whole numbers or strings")
+        raise DataError("labels contain fractions or NaN; expected integers or strings")
     if len(values) and values.min() < 0:
         low = int(values.min())
-        raise DataError(f"label {low} is negative; labels count from 0 (drop the images that have no label)")
+        raise DataError(f"label {low} is negative; labels start at 0 (remove images without a label)")

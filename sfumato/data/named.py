@@ -1,4 +1,4 @@
-"""Well-known data sets by name: where they are looked for, and how to get them."""
+"""Find and download public data sets by name."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ from typing import Any
 
 import numpy as np
 
-from .atomic import replacing
-from .errors import DataError, reason
-from .imageset import ImageSet
+from sfumato.data.atomic import replacing
+from sfumato.data.errors import DataError, reason
+from sfumato.data.imageset import ImageSet
 
-SYSTEM_FOLDER = Path("/usr/share/datasets")  # Debian's place for packages such as dataset-fashion-mnist.
+SYSTEM_FOLDER = Path("/usr/share/datasets")  # used by Debian packages such as dataset-fashion-mnist
 TIMEOUT_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A data set that has a name here; `found` is where it lies on this machine, or None."""
+    """A public data set.
+
+    - address: URL of the folder that holds the files of `checksums`.
+    - checksums: SHA-256 of each file.
+    - found: path on this machine, or None.
+    """
 
     name: str
     description: str
     licence: str
     classes: tuple[str, ...]
     address: str = ""
-    checksums: Mapping[str, str] = field(default_factory=dict)  # file at `address` → SHA-256
+    checksums: Mapping[str, str] = field(default_factory=dict)
     found: Path | None = None
 
 
-NUMERALS = tuple("0123456789")
-CLOTHES = (
+DIGIT_CLASSES = tuple("0123456789")
+FASHION_CLASSES = (
     *("t-shirt", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
-OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def _idx_files(*checksums: str) -> dict[str, str]:
@@ -54,12 +59,12 @@ def _idx_files(*checksums: str) -> dict[str, str]:
 KNOWN = {
     known.name: known
     for known in (
-        NamedSet("digits", "1,797 handwritten digits, 8×8 grey (scikit-learn)", "CC BY 4.0", NUMERALS),
+        NamedSet("digits", "1,797 handwritten digits, 8×8 grey (scikit-learn)", "CC BY 4.0", DIGIT_CLASSES),
         NamedSet(
             "mnist",
             "60,000 + 10,000 handwritten digits, 28×28 grey",
             "CC BY-SA 3.0",
-            NUMERALS,
+            DIGIT_CLASSES,
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
             _idx_files(
                 "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -72,7 +77,7 @@ KNOWN = {
             "fashion-mnist",
             "60,000 + 10,000 pieces of clothing, 28×28 grey",
             "MIT",
-            CLOTHES,
+            FASHION_CLASSES,
             "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
             _idx_files(
                 "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
@@ -85,7 +90,7 @@ KNOWN = {
             "cifar10",
             "50,000 + 10,000 photographs of objects, 32×32 RGB",
             "none stated",
-            OBJECTS,
+            CIFAR10_CLASSES,
             "https://www.cs.toronto.edu/~kriz/",
             {"cifar-10-python.tar.gz": "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"},
         ),
@@ -94,7 +99,7 @@ KNOWN = {
 
 
 def named_sets() -> list[NamedSet]:
-    """All known sets, with where each was found."""
+    """List the known data sets, with the path of each on this machine."""
     return [
         NamedSet(k.name, k.description, k.licence, k.classes, k.address, k.checksums, find_named(k.name))
         for k in KNOWN.values()
@@ -102,9 +107,12 @@ def named_sets() -> list[NamedSet]:
 
 
 def find_named(name: str) -> Path | None:
-    """Where a known set lies: NAME.npz or NAME/ in $SFUMATO_DATA, the user's cache or the system's folder."""
-    known = _known(name)
-    for place in _places():
+    """Return the path of a known data set, or None if it is not on this machine.
+
+    Search for NAME.npz or NAME/ in $SFUMATO_DATA, in the user's cache and in the system folder, in this order.
+    """
+    known = _lookup(name)
+    for place in _search_folders():
         for path in (place / f"{known.name}.npz", place / known.name):
             if path.exists():
                 return path
@@ -112,16 +120,16 @@ def find_named(name: str) -> Path | None:
 
 
 def get_named(name: str, target: Path | None = None) -> Path:
-    """Make sure that a known set is at hand, and return its path.
+    """Download a known data set if it is not on this machine, and return its path.
 
-    With `target` (a folder) it is put there, as NAME.npz or NAME/; else it is left where it is found, or
-    downloaded into the first of the places that are searched. Downloads are checked against a SHA-256.
+    With `target` (a folder), copy the data set to target/NAME.npz or target/NAME/. Otherwise, download it to the first
+    search folder. Downloads are checked against a SHA-256.
     """
-    known = _known(name)
+    known = _lookup(name)
     found = find_named(name)
     if found is not None and target is None:
         return found
-    folder = _places()[0] if target is None else Path(target)
+    folder = _search_folders()[0] if target is None else Path(target)
     if known.name == "digits":
         return _write_digits(folder / "digits.npz")
     if found is not None:
@@ -136,18 +144,18 @@ def get_named(name: str, target: Path | None = None) -> Path:
 
 
 def resolve(source: str) -> tuple[NamedSet, Path]:
-    """The known set that a source names and where it lies; an error with the nearest name, or how to get it."""
+    """Return a known data set and its path. Raise `DataError` if it is unknown or not on this machine."""
     if source not in KNOWN:
-        raise DataError(f"{source!r} is neither an existing path nor a named data set; {_nearest(source)}")
+        raise DataError(f"{source!r} is neither an existing path nor a named data set; {_suggest_name(source)}")
     found = find_named(source)
     if found is None:
-        how = f"run 'sfumato data get {source}', or {_by_hand(KNOWN[source])}"
+        how = f"run 'sfumato data get {source}', or {_manual_download(KNOWN[source])}"
         raise DataError(f"{source} is not on this machine; {how}")
     return KNOWN[source], found
 
 
 def read_digits(split: str) -> ImageSet:
-    """scikit-learn's digits, 0..16 scaled to 0..255; of each class, every fifth image is for testing."""
+    """Read scikit-learn's digits, scaled from 0..16 to 0..255. Every fifth image of a class is a test image."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -155,32 +163,31 @@ def read_digits(split: str) -> ImageSet:
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)
     labels = np.asarray(bunch.target)
-    # The place of each image within its class.
-    place = np.array([np.count_nonzero(labels[:index] == label) for index, label in enumerate(labels)])
-    chosen = (place % 5 == 4) == (split == "test")
-    return ImageSet.from_arrays(images[chosen], labels[chosen], NUMERALS)
+    index_in_class = np.array([np.count_nonzero(labels[:index] == label) for index, label in enumerate(labels)])
+    chosen = (index_in_class % 5 == 4) == (split == "test")
+    return ImageSet.from_arrays(images[chosen], labels[chosen], DIGIT_CLASSES)
 
 
-def _known(name: str) -> NamedSet:
+def _lookup(name: str) -> NamedSet:
     if name not in KNOWN:
-        raise DataError(f"unknown data set {name!r}; {_nearest(name)}")
+        raise DataError(f"there is no data set {name!r}; {_suggest_name(name)}")
     return KNOWN[name]
 
 
-def _nearest(name: str) -> str:
+def _suggest_name(name: str) -> str:
     near = get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.0)
     return f"the nearest name is {near[0]!r} (all: {', '.join(KNOWN)})"
 
 
-def _places() -> list[Path]:
+def _search_folders() -> list[Path]:
     own = [Path(os.environ["SFUMATO_DATA"])] if os.environ.get("SFUMATO_DATA") else []
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return [*own, Path(cache) / "sfumato", SYSTEM_FOLDER]
 
 
-def _by_hand(known: NamedSet) -> str:
+def _manual_download(known: NamedSet) -> str:
     files = ", ".join(known.checksums)
-    return f"put {known.name}.npz or a folder {known.name} with {files} into {_places()[0]}"
+    return f"put {known.name}.npz or a folder {known.name} with {files} into {_search_folders()[0]}"
 
 
 def _bundled_digits() -> Path | None:
@@ -198,7 +205,7 @@ def _write_digits(target: Path) -> Path:
         images = read_digits(split)
         assert images.labels is not None
         arrays |= {f"{split}_images": images.images[:, 0].numpy(), f"{split}_labels": images.labels.numpy()}
-    arrays["classes"] = np.array(NUMERALS)
+    arrays["classes"] = np.array(DIGIT_CLASSES)
     with replacing(target, overwrite=False) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return target
@@ -215,9 +222,9 @@ def _download(known: NamedSet, file: str, checksum: str, folder: Path) -> None:
                 out.write(block)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         cause = getattr(error, "reason", None) or reason(error)
-        raise DataError(f"{known.address}{file} cannot be downloaded ({cause}); {_by_hand(known)}") from error
+        raise DataError(f"{known.address}{file} cannot be downloaded ({cause}); {_manual_download(known)}") from error
     if digest.hexdigest() != checksum:
-        raise DataError(f"{known.address}{file} has changed (its SHA-256 differs); {_by_hand(known)}")
+        raise DataError(f"{known.address}{file} does not match its SHA-256; {_manual_download(known)}")
     if file.endswith(".tar.gz"):
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")

@@ -1,4 +1,4 @@
-"""Ordered work in threads with bounded memory."""
+"""Apply a function in threads, in order and with bounded memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-from .errors import DataError
+from sfumato.data.errors import DataError
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 
-# One future per image would cost more than a small image; large batches would hold too many pixels.
+# Items in one future: one image is less work than a future, and large batches use too much memory.
 BATCH = 8
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, which in a container can be fewer than the machine has."""
+    """Return the number of cores that this process may use; a container may have fewer than the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -28,7 +28,7 @@ def usable_cores() -> int:
 def map_in_order(
     function: Callable[[Input], Output], items: Iterable[Input], workers: int | None = None
 ) -> Generator[Output, None, None]:
-    """Apply `function` in threads and yield results in order, with a few batches in flight at a time."""
+    """Apply `function` to all items in threads and yield the results in order, with few batches pending at a time."""
     if workers is not None and workers < 1:
         raise DataError(f"workers={workers}: at least one thread is needed")
     threads = workers or min(usable_cores(), 32)

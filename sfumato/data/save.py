@@ -1,4 +1,4 @@
-"""Writing image sets: a folder of PNG files, `.npz`, or `.parquet` in the Hugging Face layout."""
+"""Write image sets as a folder of PNG files, as `.npz`, or as `.parquet` in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from .atomic import replacing
-from .containers import import_pyarrow
-from .decode import to_picture
-from .errors import DataError
-from .folders import folder_name
-from .imageset import ImageSet
-from .labels import SOFT_LABELS
-from .parallel import map_in_order
+from sfumato.data.atomic import replacing
+from sfumato.data.containers import import_pyarrow
+from sfumato.data.decode import to_pil_image
+from sfumato.data.errors import DataError
+from sfumato.data.folders import folder_name
+from sfumato.data.imageset import ImageSet
+from sfumato.data.labels import SOFT_LABELS
+from sfumato.data.parallel import map_in_order
 
-ROWS_IN_GROUP = 1000
+ROWS_PER_GROUP = 1000
 
 
 def save_images(images: ImageSet, target: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a set in the form that the extension tells: `.npz`, `.parquet`, or none for a folder of PNG.
+    """Write a set in the format of the file extension: `.npz`, `.parquet`, or none for a folder of PNG files.
 
-    The folder is `<class>/<number>.png` (flat if unlabelled), the number being the place in the set; who
-    reads it back gets classes in the order of their names. The other two forms keep all as it is, soft labels
-    too, which a folder cannot hold. Whose images they are is never written.
+    The folder contains `<class>/<number>.png` (flat if unlabelled), where the number is the index in the set. Reading
+    it back sorts the classes by name. The other two formats keep the order of the classes. They also hold soft labels,
+    which a folder cannot. Persons are private and never written.
     """
     target = Path(target)
     write = _writer(target)
@@ -42,9 +42,9 @@ def save_images(images: ImageSet, target: str | Path, *, overwrite: bool = False
 
 
 def encode_png(pixels: np.ndarray[Any, Any]) -> bytes:
-    """One image [C, H, W] as PNG."""
+    """Encode one image [C, H, W] as PNG."""
     buffer = io.BytesIO()
-    to_picture(pixels).save(buffer, "png")
+    to_pil_image(pixels).save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -57,12 +57,12 @@ def _writer(target: Path) -> Callable[[ImageSet, Path], None]:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse to delete a folder that holds anything but PNG files."""
+    """Refuse to replace a folder that holds anything other than PNG files."""
     if target.is_dir():
         files = (path for path in sorted(target.rglob("*")) if not path.is_dir())
         foreign = next((path.relative_to(target) for path in files if path.suffix != ".png"), None)
         if foreign is not None:
-            raise DataError(f"{target} is not replaced, because it also holds {foreign}; remove it yourself")
+            raise DataError(f"{target} is not replaced because it also holds {foreign}; remove that file first")
 
 
 def _file_names(count: int) -> list[str]:
@@ -117,11 +117,11 @@ def _write_parquet(images: ImageSet, path: Path) -> None:
         pyarrow.parquet.ParquetWriter(path, schema) as writer,
         closing(map_in_order(encode_png, images.images.numpy())) as encoded,
     ):
-        for start in range(0, len(images), ROWS_IN_GROUP):
-            chosen = names[start : start + ROWS_IN_GROUP]
+        for start in range(0, len(images), ROWS_PER_GROUP):
+            chosen = names[start : start + ROWS_PER_GROUP]
             rows: dict[str, Any] = {"image": [{"bytes": next(encoded), "path": name} for name in chosen]}
             if images.labels is not None:
-                rows["label"] = images.labels[start : start + ROWS_IN_GROUP].tolist()
+                rows["label"] = images.labels[start : start + ROWS_PER_GROUP].tolist()
             if images.soft_labels is not None:
-                rows[SOFT_LABELS] = images.soft_labels[start : start + ROWS_IN_GROUP].tolist()
+                rows[SOFT_LABELS] = images.soft_labels[start : start + ROWS_PER_GROUP].tolist()
             writer.write_table(pyarrow.table(rows, schema=schema))

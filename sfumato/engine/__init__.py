@@ -1,7 +1,7 @@
-"""Faster ways to compute what the vault asks for, and the search for noise. Nothing here can change the guarantee."""
+"""Fast computation of queries, and calibration of noise. The guarantee relies on none of it but CUDA graph replay."""
 
 from sfumato.engine.calibration import calibrate, epsilon, noise_multiplier
+from sfumato.engine.gradient_vault import GradientVault
 from sfumato.engine.performance import Performance
-from sfumato.engine.vault import Vault
 
-__all__ = ["Performance", "Vault", "calibrate", "epsilon", "noise_multiplier"]
+__all__ = ["GradientVault", "Performance", "calibrate", "epsilon", "noise_multiplier"]

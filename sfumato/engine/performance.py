@@ -1,4 +1,4 @@
-"""One object with all that makes queries faster and nothing that could change the guarantee."""
+"""Options that make queries faster. They do not affect the guarantee if CUDA graph replay is correct."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sfumato.engine.gradients import Differentiated, differentiate
-from sfumato.engine.recording import Recorded
+from sfumato.engine.cuda_graph import CapturedQuery
+from sfumato.engine.gradients import RecordGradient, differentiate
 
 
 @dataclass(frozen=True)
 class Performance:
-    """How to compute what the vault asks for.
+    """How to compute the vault's queries.
 
-    - batch_size: images (of each class) in memory at a time; default: 128 on a CPU, 512 on a GPU.
-    - record: on a GPU, capture the work on a batch as a CUDA graph and replay it.
-    - precision: of networks in gradients; bfloat16 on a GPU by autocast. Clipping and sums have float32 at least.
-    - layer_rules: closed-form per-example gradients of linear and convolution layers.
+    - batch_size: images (per class) in memory at a time, default None: 128 on a CPU, 512 on a GPU.
+    - record: capture the computation of a batch as a CUDA graph and replay it, on a GPU only, default True.
+    - precision: of networks in gradients, default float32; bfloat16 on a GPU uses autocast. Clipping and sums use at
+      least float32.
+    - layer_rules: use closed-form per-example gradients of linear and convolution layers, default True.
     """
 
     batch_size: int | None = None
@@ -29,7 +30,7 @@ class Performance:
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be a number of images, got {self.batch_size}")
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
     def differentiate(
         self,
@@ -38,11 +39,11 @@ class Performance:
         bound: float | Mapping[str, float],
         classes: int | None,
         views: int,
-        tried: Sequence[torch.Tensor],
-    ) -> Differentiated:
-        """Return the loss's gradient as a function of one record (`Vault.gradient`)."""
-        return differentiate(model, loss, bound, classes, views, tried, self.precision, self.layer_rules)
+        probes: Sequence[torch.Tensor],
+    ) -> RecordGradient:
+        """Return the gradient of the loss as a function of one record, for `GradientVault.gradient`."""
+        return differentiate(model, loss, bound, classes, views, probes, self.precision, self.layer_rules)
 
     def accelerate(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return the same function of a batch, captured as a CUDA graph where its inputs are on a GPU."""
-        return Recorded(function) if self.record else function
+        """Return a function of a batch with the same results, captured as a CUDA graph for inputs on a GPU."""
+        return CapturedQuery(function) if self.record else function

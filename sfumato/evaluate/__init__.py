@@ -1,6 +1,16 @@
-"""Measures of a synthetic set: what a classifier learns from it, and how close it is to real images."""
+"""Evaluate synthetic images: utility for classifiers, fidelity to real images, out-of-distribution detection."""
 
-from sfumato.evaluate.classifiers import (
+from sfumato.evaluate.fidelity import fidelity
+from sfumato.evaluate.ood import Detection, detect, detect_each, least_likely, write_detections
+from sfumato.evaluate.protocol import (
+    PROFILES,
+    PrivateMeasurementWarning,
+    compare,
+    evaluate,
+    measure_private,
+    summary,
+)
+from sfumato.evaluate.utility import (
     ANNEALED,
     CLASSIFIERS,
     Accuracy,
@@ -9,16 +19,6 @@ from sfumato.evaluate.classifiers import (
     check_comparable,
     downstream_accuracy,
 )
-from sfumato.evaluate.evaluation import (
-    PROFILES,
-    PrivateMeasurementWarning,
-    compare,
-    evaluate,
-    measure_private,
-    summary,
-)
-from sfumato.evaluate.fidelity import fidelity
-from sfumato.evaluate.ood import Detection, detect, detect_each, least_likely
 
 __all__ = [
     "ANNEALED",
@@ -39,4 +39,5 @@ __all__ = [
     "least_likely",
     "measure_private",
     "summary",
+    "write_detections",
 ]

@@ -1,45 +1,75 @@
-"""What every method is: an estimator that sees private images only through a vault."""
+"""The base class of all methods: an estimator that sees private images only through a vault."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from sfumato.account import Account
 from sfumato.certificate import Certificate, signing
+from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
-from sfumato.engine import Performance, Vault, calibrate
-from sfumato.keeping import Kept
+from sfumato.data.pixels import to_bytes, to_unit_range
+from sfumato.engine import GradientVault, Performance, calibrate
+from sfumato.engine.kept_results import KeptResults
 from sfumato.methods.checkpoints import Checkpoints, remove_checkpoint
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.budget import Adjacency, Unit
 from sfumato.privacy.vault import MAX_PER_PERSON
 
-FORMAT = "sfumato-model/1"
-SETTLED = frozenset({"epsilon", "delta", "adjacency", "public_size", "secure", "seed", "device"})  # by the user alone
+FORMAT = "sfumato-model/2"
+AUTO, NO_PRESET = "auto", "default"
+NEVER_PRESET = frozenset({"epsilon", "delta", "adjacency", "public_size", "secure", "seed", "device", "preset"})
+ASSUMED_IMAGES = 30_000  # where class sizes are not declared public
+
+
+def constant(default: Any) -> Any:
+    """Declare a named constant of a method: no constructor parameter; presets and `with_constants` change it."""
+    return field(default=default, init=False)
 
 
 class NotFittedError(ValueError):
-    """The model was asked for something that it learns in `fit`."""
+    """The model must be fitted first."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a method, its value, and its source: `given`, `default` or `preset NAME`."""
+
+    name: str
+    value: Any
+    source: str
 
 
 @dataclass(kw_only=True, eq=False)
 class Synthesizer(ABC):
-    """A method: parameters in the constructor, `fit` on private images, then `sample` for ever.
+    """A method: parameters in the constructor, `fit` on private images, then `sample` without limit.
 
-    A subclass states its releases in `_releases` (from public facts alone), learns in `_fit` from what the vault
-    gives it, and draws images in `_sample`. What it has learned it hands to `_state` and takes back in `_restore`.
+    A subclass states its releases in `_releases` (from public facts only), learns in `_fit` from what the vault
+    returns, and draws images in `_sample`. `_state` and `_restore` save and load what was learned.
+
+    Parameters of every method:
+
+    - epsilon: float, 1.0; the privacy budget. `inf` adds no noise and gives no guarantee.
+    - delta: float, 1e-5; choose it far below one over the number of images.
+    - adjacency: `add-remove` (default) or `replace-one`; the neighbouring relation.
+    - public_size: bool, False; whether class sizes are declared public. Otherwise noisy counts are released.
+    - secure: bool, True; exact discrete Gaussian noise for releases that are made once.
+    - device: `auto` (a GPU if there is one), `cpu` or `cuda`.
+    - seed: int, 0; initial weights and sampling. Privacy noise never depends on it.
+    - preset: `auto` (presets that suit the device and the noise), the name of a preset, or `default` for none.
+      Presets never change a parameter that was given.
     """
 
     key: ClassVar[str]
@@ -48,13 +78,11 @@ class Synthesizer(ABC):
     guarantee: ClassVar[str] = "differential-privacy"
     claimed: ClassVar[dict[str, Any] | None] = None
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
-    adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores alone: free after `fit`
+    adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores only: free after `fit`
     sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
-    on_cpu: ClassVar[dict[str, Any]] = {}  # what `create` takes in place of defaults that want a GPU
-    suited: ClassVar[
-        dict[tuple[str, Any], dict[str, Any]]
-    ] = {}  # and where a parameter has that value; earlier ones win
-    vault_type: ClassVar[type[Vault]] = Vault  # so that `check_synthesizer` can listen in
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    vault_type: ClassVar[type[GradientVault]] = GradientVault  # replaced by `check_synthesizer`
+    _given: ClassVar[frozenset[str]] = frozenset()  # set for each instance by `__new__`
 
     epsilon: float = 1.0
     delta: float = 1e-5
@@ -63,68 +91,115 @@ class Synthesizer(ABC):
     secure: bool = True
     device: str = "auto"
     seed: int = 0
+    preset: str = AUTO
 
-    # -- what a method writes -----------------------------------------------------------------------------
+    def __new__(cls, **params: Any) -> Self:
+        self = super().__new__(cls)
+        vars(self)["_given"] = frozenset(params)
+        return self
+
+    # -- what a method implements -------------------------------------------------------------------------
 
     @abstractmethod
     def _releases(self, public: PublicFacts) -> list[Release]:
-        """The releases to come. Noise left open is calibrated to the budget."""
+        """Return the planned releases. Noise that is left open is calibrated to the budget."""
 
     @abstractmethod
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        """Learns from the vault's answers; sets names that end in `_`."""
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        """Learn from the vault's answers; set attributes whose names end in `_`."""
 
     @abstractmethod
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """One image for each label: float in [-1, 1], [N, C, H, W]."""
+        """Return one image per label: float in [-1, 1], [N, C, H, W]."""
 
     @abstractmethod
     def _state(self) -> dict[str, torch.Tensor]:
-        """What was learned, as tensors."""
+        """Return what was learned, as tensors by name."""
 
     @abstractmethod
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
-        """The inverse of `_state`."""
+        """Take back what `_state` returned."""
 
     def _log_likelihood(self, images: torch.Tensor, label: int) -> torch.Tensor:  # noqa: ARG002
-        """Log-likelihood of each image (float in [-1, 1], [N, C, H, W]) in that class, [N]."""
-        raise ValueError(f"{self.key} has no likelihood: it cannot score images; dp-lflow can")
+        """Return the log-likelihood of each image (float in [-1, 1], [N, C, H, W]) in a class, [N]."""
+        raise ValueError(f"{self.key} has no likelihood and cannot score images; use dp-lflow")
 
     @property
     def _protected(self) -> bool:
-        """Whether, with these parameters, the method sees releases only."""
+        """Whether the method sees releases only."""
         return self.guarantee == "differential-privacy"
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
-        """What else is taken as public, for the certificate; asked for before anything is spent."""
+        """Return what else is taken as public, for the certificate. Called before anything is spent."""
         return {}
 
-    def _suiting(self, public: PublicFacts) -> dict[str, Any]:  # noqa: ARG002
-        """Parameters that take other values where public facts ask for them, while a model is planned and fitted.
-
-        Never those in `SETTLED`. A warm start takes the method that goes before as it is.
-        """
-        return {}
+    def _auto_presets(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
+        """Return the presets that `auto` applies, in order; later ones win."""
+        return ["cpu"] if self.torch_device.type == "cpu" and "cpu" in self.presets else []
 
     def _proportions(self) -> torch.Tensor:
-        """Share of each class among samples whose labels are left open."""
+        """Return the share of each class among samples whose labels are left open."""
         return torch.ones(len(self._fitted().classes))
+
+    # -- settings -----------------------------------------------------------------------------------------
+
+    def settings(self, public: PublicFacts) -> list[Setting]:
+        """Return every setting that a fit on such data uses, and where it comes from."""
+        applied = self._preset_values(public)
+        found = []
+        for each in fields(self):
+            source = "given" if each.name in self._given else "default"
+            value = getattr(self, each.name)
+            if each.name in applied:
+                name, value = applied[each.name]
+                source = f"preset {name}"
+            found.append(Setting(each.name, value, source))
+        return found
+
+    def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:
+        """Return {setting: (preset, value)} for the presets that apply."""
+        names = self._auto_presets(public) if self.preset == AUTO else [self.preset]
+        found: dict[str, tuple[str, Any]] = {}
+        for name in names:
+            if name != NO_PRESET:
+                found |= {setting: (name, value) for setting, value in self.presets[name].items()}
+        if fixed := sorted(NEVER_PRESET & found.keys()):
+            raise ValueError(f"{self.key}: a preset must not change {fixed[0]}; only the user sets it")
+        return {name: value for name, value in found.items() if name not in self._given}
+
+    def _resolved(self, public: PublicFacts) -> Self:
+        """Return a copy with the values of the presets that apply."""
+        model = copy.copy(self)
+        for name, (_, value) in self._preset_values(public).items():
+            setattr(model, name, value)
+        return model.validate()
+
+    def with_constants(self, **values: Any) -> Self:
+        """Set named constants of the method, for experiments. The certificate records them. Return self."""
+        known = [each.name for each in fields(self) if not each.init]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{self.key} has no constant {name!r}; it has {', '.join(known) or 'none'}")
+        for name, value in values.items():
+            setattr(self, name, value)
+        vars(self)["_given"] = self._given | {*values}
+        return self.validate()
 
     # -- what a user calls --------------------------------------------------------------------------------
 
     def public_facts(self, images: ImageSet) -> PublicFacts:
-        """What this method takes as public: shape and class names, and sizes if they were declared so."""
+        """Return what this method takes as public: shape, class names, and class sizes if declared."""
         return images.public(declare_size=self.public_size)
 
     def plan(self, public: PublicFacts) -> Plan:
-        """The releases to come and their noise; touches no pixel and spends nothing."""
-        plan = calibrate(replace(self, **self._suited(public))._releases(public), self._budget(public.unit))
-        if not self._protected:  # a form that takes the raw images has no releases to account for
+        """Return the planned releases and their noise. Touches no pixel and spends nothing."""
+        plan = calibrate(self._resolved(public)._releases(public), self._budget(public.unit))
+        if not self._protected:  # it takes the raw images, so there are no releases to account for
             return Plan((Release("unprotected", noise_multiplier=0.0),), replace(plan.budget, epsilon=math.inf))
         return plan
 
     def explain_plan(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
-        """Lines that say what the planned noise does to what is learned; from public facts alone."""
+        """Return lines that explain what the planned noise does to the result; from public facts only."""
         return []
 
     def fit(
@@ -141,22 +216,34 @@ class Synthesizer(ABC):
     ) -> Self:
         """Learn from private images.
 
-        - run_dir: a folder for ledger, model and certificate, and for checkpoints on the way.
-        - resume: go on with a run that was interrupted there.
-        - budget: file of the data set's budget over many runs (`sfumato budget open`), which this run pays into.
+        - run_dir: folder for ledger, model, certificate and checkpoints.
+        - resume: continue an interrupted run in that folder.
+        - budget: file of the data set's budget over many runs (`sfumato budget open`), which this run is charged to.
         - max_per_person: public cap on the images of a person that are used, where images have persons.
         - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
         """
         public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
         if sign is not None:
             signing.sign("", sign)  # a key that does not work is found before anything is spent
-        with self._with(self._suited(public)):
-            certificate = self._fit_through(images, public, folder, resume, budget, max_per_person)
+        worker = self._resolved(public)
+        self._forget()
+        certificate = worker._fit_through(images, public, folder, resume, budget, max_per_person)
+        self._learned(worker)
         self.public_, self.certificate_ = public, replace(certificate, issuer=issuer, subject=subject)
         if folder is not None:
             self.save(folder, sign=sign)
             remove_checkpoint(folder)
         return self
+
+    def _forget(self) -> None:
+        """Drop an earlier fit: nothing of it may be combined with another certificate."""
+        for name in [name for name in vars(self) if name.endswith("_")]:
+            delattr(self, name)
+
+    def _learned(self, worker: Synthesizer) -> None:
+        """Take over what a resolved copy has learned, and the settings that it used."""
+        vars(self).update({name: value for name, value in vars(worker).items() if name.endswith("_")})
+        self.settings_ = {each.name: getattr(worker, each.name) for each in fields(worker)}
 
     def _fit_through(
         self,
@@ -167,26 +254,25 @@ class Synthesizer(ABC):
         budget: str | Path | None,
         max_per_person: int,
     ) -> Certificate:
-        """Fit through a vault; what it is called with is what the ledger says."""
+        """Fit through a vault; the ledger records the settings that are used."""
         plan = calibrate(self._releases(public), self._budget(public.unit))  # refuses before there is a ledger
-        account = None if budget is None else Account(budget)
+        account = None if budget is None else DatasetBudget(budget)
         if account is not None and not (self._protected and plan.budget.private):
-            raise BudgetExceeded(f"this run promises no privacy: it cannot be charged to {budget}")
+            raise BudgetExceeded(f"this run gives no privacy guarantee and cannot be charged to {budget}")
         if account is not None and not resume and (refusal := account.refusal(plan)):
             raise BudgetExceeded(refusal)  # before there is a ledger
         facts = {**asdict(public), **self._facts(public)}
         if folder is not None and started(folder):
             if not resume:
                 raise DataError(
-                    f"{folder} holds a run already; go on with resume=True (--resume) or choose another folder"
+                    f"{folder} holds a run already; continue it with resume=True (--resume) or choose another folder"
                 )
             if (folder / "certificate.json").exists():
                 remove_checkpoint(folder)
                 raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
-        for name in [name for name in vars(self) if name.endswith("_")]:
-            delattr(self, name)  # nothing of an earlier fit may meet this one's certificate
+        self._forget()
         with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger, ExitStack() as stack:
-            kept = None if folder is None else stack.enter_context(closing(Kept(folder, ledger)))
+            kept = None if folder is None else stack.enter_context(closing(KeptResults(folder, ledger)))
             vault = self.vault_type(
                 images,
                 plan,
@@ -206,61 +292,64 @@ class Synthesizer(ABC):
                 del self._checkpoints
             return Certificate.from_ledger(ledger, claimed=self.claimed)
 
-    def most(self, public: PublicFacts) -> int | None:  # noqa: ARG002
-        """The number of images that a fitted model can give; None if there is no limit."""
+    def max_samples(self, public: PublicFacts) -> int | None:  # noqa: ARG002
+        """Return how many images a fitted model can give; None if there is no limit."""
         return None
 
     def sample(
         self, n: int, *, labels: int | str | Sequence[int] | None = None, seed: int = 0, **options: Any
     ) -> ImageSet:
-        """`n` synthetic images: of one class, of the classes given one by one, or as the classes are released.
+        """Draw `n` synthetic images.
 
-        `options` are parameters in `adjustable`, with other values than those that were saved.
+        - labels: one class, or a class for each image; default: in the proportions of the classes.
+        - seed: of this draw.
+        - options: other values of the parameters in `adjustable`.
         """
         public = self._fitted()
         if n < 1:
             raise ValueError(f"the number of images must be at least 1, got {n}")
-        wanted = self._labels(n, labels)
-        generator = torch.Generator(device=self.torch_device).manual_seed(seed)
         with torch.no_grad(), self._adjusted(options):
-            parts = [
-                ((self._sample(part.to(self.torch_device), generator).clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
-                for part in torch.split(wanted, self.sample_batch)
-            ]
+            wanted = self._labels(n, labels)
+            generator = torch.Generator(device=self.torch_device).manual_seed(seed)
+            batches = torch.split(wanted, self.sample_batch)
+            parts = [to_bytes(self._sample(part.to(self.torch_device), generator)).cpu() for part in batches]
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
 
     def score(self, images: ImageSet, *, label: int | str | None = None, **options: Any) -> torch.Tensor:
-        """Log-likelihood of each image, [N]: in one class, or in all of them, each with its share among samples.
+        """Return the log-likelihood of each image, [N]: in one class, or in the mixture of all classes.
 
-        The model is post-processing of releases, and so is this: it costs no privacy of the images that were learned
-        from. Scores say something of the images that are scored. Methods without a likelihood raise `ValueError`.
+        The model is post-processing of releases, so scoring costs no privacy of the training images. Scores describe
+        the scored images. Methods without a likelihood raise `ValueError`.
         """
         public = self._fitted()
         if images.shape != public.shape:
-            raise DataError(f"images to score must be {public.shape} like those of the model, not {images.shape}")
-        shares = self._proportions().double().clamp_min(0)
-        shares = shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, 1 / len(shares))
-        chosen = range(len(shares)) if label is None else self._labels(1, label).tolist()
-        weights = shares.log() if label is None else torch.zeros(len(shares))
+            raise DataError(f"images to score must have the model's shape {public.shape}, not {images.shape}")
         found = []
         with torch.no_grad(), self._adjusted(options):
+            shares = self._proportions().double().clamp_min(0)
+            shares = shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, 1 / len(shares))
+            chosen = range(len(shares)) if label is None else self._labels(1, label).tolist()
+            weights = shares.log() if label is None else torch.zeros(len(shares))
             for part in torch.split(images.images, self.sample_batch):
-                pixels = part.to(self.torch_device).float() / 127.5 - 1
+                pixels = to_unit_range(part.to(self.torch_device))
                 each = [self._log_likelihood(pixels, one).cpu().double() + weights[one] for one in chosen]
                 found.append(torch.stack(each).logsumexp(0))
         return torch.cat(found)
 
     def save(self, folder: str | Path, *, sign: str | Path | None = None) -> Path:
-        """Write the model (safetensors and JSON) and its certificate, which covers them; `sign`: a private key."""
+        """Write the model (safetensors and JSON) and its certificate, which covers both; `sign`: a private key."""
         target, public = Path(folder), self._fitted()
+        with self._adjusted({}):
+            state = {name: value.detach().cpu().contiguous() for name, value in self._state().items()}
+        adjusted = {name: value for name, value in self._json_params().items() if name in self.adjustable}
         content = {
             "format": FORMAT,
             "method": self.key,
-            "parameters": self.certificate_.parameters | self._adjustable_params(),
+            "parameters": self.certificate_.parameters | adjusted,
             "public": asdict(public),
         }
         with replacing(target / "model.safetensors", overwrite=True) as partial:
-            save_file({name: value.detach().cpu().contiguous() for name, value in self._state().items()}, partial)
+            save_file(state, partial)
         with replacing(target / "config.json", overwrite=True) as partial:
             partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
         names = [name for name in ("model.safetensors", "config.json", "ledger.jsonl") if (target / name).exists()]
@@ -272,25 +361,27 @@ class Synthesizer(ABC):
 
     def _load(self, folder: Path, public: PublicFacts) -> Self:
         self.public_ = public
+        self.settings_ = {each.name: getattr(self, each.name) for each in fields(self)}
         self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
         self.certificate_ = Certificate.load(folder / "certificate.json")
         return self
 
     def get_params(self) -> dict[str, Any]:
-        """Every parameter and its value."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return every parameter and its value."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     def set_params(self, **params: Any) -> Self:
-        """Sets parameters by name."""
+        """Set parameters by name. Return self."""
         self.check_params(params)
         for name, value in params.items():
             setattr(self, name, value)
+        vars(self)["_given"] = self._given | {*params}
         return self
 
     @classmethod
     def check_params(cls, params: dict[str, Any]) -> None:
-        """Raises for a name that is no parameter, and says which one is nearest."""
-        known = [field.name for field in fields(cls)]
+        """Raise for a name that is no parameter; the message names the nearest one."""
+        known = [each.name for each in fields(cls) if each.init]
         for name in params:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -298,10 +389,18 @@ class Synthesizer(ABC):
                 raise ValueError(f"{cls.key} has no parameter {name!r}{hint}")
 
     def validate(self) -> Self:
-        """Raises `ValueError` for a parameter of the wrong kind or out of range; called before anything is read."""
+        """Raise `ValueError` for a setting of the wrong type or out of range. Return self."""
         self._budget()
-        for field in fields(self):
-            _check_like(field.name, getattr(self, field.name), field.default, zero=field.name in self.may_be_zero)
+        words = {name: hint for name, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if name in words and value not in get_args(words[name]):
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(words[name])))}, got {value!r}")
+            _check_like(name, value, each.default, zero=name in self.may_be_zero)
+        if self.preset not in (AUTO, NO_PRESET, *self.presets):
+            raise ValueError(
+                f"preset must be one of {', '.join((AUTO, NO_PRESET, *self.presets))}, got {self.preset!r}"
+            )
         chosen_device(self.device)
         return self
 
@@ -312,53 +411,65 @@ class Synthesizer(ABC):
     # -- parts --------------------------------------------------------------------------------------------
 
     def _json_params(self) -> dict[str, Any]:
-        """The parameters as JSON can hold them; `from_json` reads them back."""
-        kinds = {field.name: type(field.default) for field in fields(self)}
-        params = {name: _cast(value, kinds[name]) for name, value in self.get_params().items()}
+        """Return all settings, constants included, as JSON holds them; `from_json` reads them back."""
+        kinds = {each.name: type(each.default) for each in fields(self)}
+        params = {name: _cast(getattr(self, name), kind) for name, kind in kinds.items()}
         return _plain({name: "inf" if value == math.inf else value for name, value in params.items()})
-
-    def _adjustable_params(self) -> dict[str, Any]:
-        """Those that may have changed since the certificate was made."""
-        return {name: value for name, value in self._json_params().items() if name in self.adjustable}
 
     @classmethod
     def from_json(cls, params: dict[str, Any]) -> Self:
-        special: dict[str, Any] = {name: math.inf for name, value in params.items() if value == "inf"}
-        special |= {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
-        return cls(**{**params, **special})
+        """Return a model with these settings. Raise `TypeError` for names that are not its settings."""
+        known = {each.name: each for each in fields(cls)}
+        if unknown := sorted(params.keys() - known.keys()):
+            raise TypeError(f"{cls.key} has no setting {unknown[0]!r}")
+        read: dict[str, Any] = {}
+        for name, value in params.items():
+            default = known[name].default
+            if is_dataclass(default) and isinstance(value, dict):
+                kind: Any = type(default)
+                read[name] = kind(**{part: _tuple(each) for part, each in value.items()})
+            else:
+                read[name] = math.inf if value == "inf" else _tuple(value)
+        model = cls(**{name: value for name, value in read.items() if known[name].init})
+        for name, value in read.items():
+            if not known[name].init:
+                setattr(model, name, value)
+        vars(model)["_given"] = frozenset(read)
+        return model
 
     @contextmanager
     def _adjusted(self, options: dict[str, Any]) -> Iterator[None]:
-        """These parameters of samples for a while."""
+        """Apply the settings of the fit, the current adjustable parameters, and these options, for a while."""
         self.check_params(options)
         if fixed := sorted(options.keys() - self.adjustable):
-            may = ", ".join(sorted(self.adjustable)) or "none can"
-            raise ValueError(f"{fixed[0]} cannot be changed after fit; of {self.key}'s parameters these can: {may}")
-        with self._with(options):
-            yield
-
-    def _suited(self, public: PublicFacts) -> dict[str, Any]:
-        suiting = self._suiting(public)
-        if fixed := sorted(SETTLED & suiting.keys()):
-            raise ValueError(f"{self.key} must not change {fixed[0]}: that is the user's to say")
-        return suiting
-
-    @contextmanager
-    def _with(self, params: dict[str, Any]) -> Iterator[None]:
-        """These parameters for a while."""
-        before = {name: getattr(self, name) for name in params}
+            may = ", ".join(sorted(self.adjustable)) or "none"
+            raise ValueError(f"{fixed[0]} cannot change after fit; parameters of {self.key} that can: {may}")
+        fixed_settings = {name: value for name, value in self.settings_.items() if name not in self.adjustable}
+        before = {name: getattr(self, name) for name in self.settings_}
         try:
-            self.set_params(**params).validate()
+            for name, value in {**fixed_settings, "device": self.device, **options}.items():
+                setattr(self, name, value)
+            self.validate()
             yield
         finally:
-            self.set_params(**before)
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def _noise_per_image(self, public: PublicFacts) -> float:
+        """Return the noise multiplier of one release with the whole budget, over the number of images.
+
+        From public facts: `ASSUMED_IMAGES` where sizes are not declared.
+        """
+        return calibrate([Release("all")], self._budget()).releases[0].noise / (
+            sum(public.sizes or ()) or ASSUMED_IMAGES
+        )
 
     def _budget(self, unit: Unit = "image") -> Budget:
         return Budget(float(self.epsilon), float(self.delta), self.adjacency, unit)
 
     def _fitted(self) -> PublicFacts:
         if not hasattr(self, "public_"):
-            raise NotFittedError("this model has learned nothing yet; call fit first")
+            raise NotFittedError("this model is not fitted; call fit first")
         public: PublicFacts = self.public_
         return public
 
@@ -379,7 +490,7 @@ class Synthesizer(ABC):
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of that name; `auto`: a GPU if there is one."""
+    """Return the device of that name; `auto`: a GPU if there is one."""
     if not isinstance(name, str):
         raise ValueError(f"device must be text, got {name!r}")
     if name == "auto":
@@ -390,9 +501,18 @@ def chosen_device(name: str) -> torch.device:
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
 
 
+def started(folder: Path) -> bool:
+    """Return whether a run has written anything to its ledger there."""
+    ledger = folder / "ledger.jsonl"
+    return ledger.exists() and ledger.stat().st_size > 0
+
+
 def _check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> None:
-    """A parameter must be of its default's kind; numbers must be greater than 0, or some 0, but for the seed."""
-    if isinstance(default, bool):
+    """Raise unless a value has its default's type; numbers must be positive (or zero, if allowed), except the seed."""
+    if is_dataclass(default):
+        if type(value) is not type(default):
+            raise ValueError(f"{name} must be a {type(default).__name__}, got {value!r}")
+    elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
     elif isinstance(default, int | float):
@@ -411,7 +531,7 @@ def _check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> N
 
 
 def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
-    """`n` labels in these proportions, by largest remainders, in class order."""
+    """Return `n` labels in these proportions, by largest remainders, in class order."""
     shares = proportions.double().clamp_min(0)
     shares = n * shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, n / len(shares))
     counts = shares.floor().long()
@@ -420,20 +540,20 @@ def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(counts)), counts)
 
 
-def started(folder: Path) -> bool:
-    """Whether a run has written anything to its ledger there."""
-    ledger = folder / "ledger.jsonl"
-    return ledger.exists() and ledger.stat().st_size > 0
-
-
 def _cast(value: Any, kind: type) -> Any:
-    """1 and 1.0 are one setting: a ledger made with either can be resumed with the other."""
+    """Return a setting as its type: 1 and 1.0 are one setting, so that a ledger made with either can be resumed."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     if kind is tuple:
         return [float(part) for part in value]
     return float(value) if kind is float else value
 
 
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """As it will be read back: JSON has lists where Python has tuples."""
+    """Return the content as it will be read back: JSON has lists where Python has tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(content, allow_nan=False))
     return plain

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from sfumato.engine import Vault
-from sfumato.keeping import LOG
+from sfumato.engine import GradientVault
+from sfumato.engine.kept_results import LOG
 from sfumato.privacy.ledger import flush_folder
 from sfumato.progress import bar
 
@@ -32,13 +32,13 @@ class Composed(Protocol):
     def state_parts(self) -> Mapping[str, Any]: ...
 
 
-Part = nn.Module | torch.optim.Optimizer | torch.Generator | torch.Tensor | Sequence[torch.Tensor] | Composed
+StatePart = nn.Module | torch.optim.Optimizer | torch.Generator | torch.Tensor | Sequence[torch.Tensor] | Composed
 
 
 class Checkpoints:
     """States of the loops of one fit; in memory only where `folder` is None."""
 
-    def __init__(self, folder: Path | None, vault: Vault) -> None:
+    def __init__(self, folder: Path | None, vault: GradientVault) -> None:
         self._path = None if folder is None else folder / FILE
         self._vault = vault
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # of each loop
@@ -49,7 +49,7 @@ class Checkpoints:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self._tensors = {loop: _below(held, loop) for loop in self._notes}
 
-    def loop(self, name: str, total: int, **parts: Part) -> Iterator[int]:
+    def loop(self, name: str, total: int, **parts: StatePart) -> Iterator[int]:
         """Yield the steps of a loop with a progress bar; of a resumed one, those that are left.
 
         `parts` is all that a step changes. They are restored in place before the first step, and written to disk after
@@ -72,7 +72,7 @@ class Checkpoints:
         self._keep(name, 1, made)
         return made
 
-    def _restore(self, name: str, parts: Mapping[str, Part]) -> int:
+    def _restore(self, name: str, parts: Mapping[str, StatePart]) -> int:
         if name not in self._notes:
             return 0
         for key, part in parts.items():
@@ -80,7 +80,7 @@ class Checkpoints:
         self._vault.skip(self._notes[name]["asked"])
         return int(self._notes[name]["step"])
 
-    def _save(self, name: str, step: int, parts: Mapping[str, Part]) -> None:
+    def _save(self, name: str, step: int, parts: Mapping[str, StatePart]) -> None:
         if self._path is not None:
             self._keep(name, step, _flat({key: _state(part) for key, part in parts.items()}))
 

@@ -1,4 +1,4 @@
-"""What the condensing methods share: a few images per class, made once; and how random networks shape them."""
+"""What condensation methods share: a few images per class, made once, matched in random networks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from typing import Any, ClassVar, Self
 import torch
 
 from sfumato.data import DataError, PublicFacts
-from sfumato.engine import Vault
+from sfumato.engine import GradientVault
+from sfumato.engine.cuda_graph import Graph
 from sfumato.methods.base import Synthesizer
+from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.nets.augmentation import Augmentation, draw_augmentation
-from sfumato.nets.graph import Graph
 from sfumato.nets.random_convnet import WIDTH, draw_networks, embed
 from sfumato.privacy import Release
 
 BLOCK = 100  # iterations whose networks are drawn at once
-COUNTS_WEIGHT = 4.0  # noise of the counts over that of all sums together: they need less accuracy
 CHUNK = 2000  # synthetic images in a forward
 TINY = 1e-12
 
 
 @dataclass(kw_only=True, eq=False)
 class Condenser(Synthesizer):
-    """A method whose outcome is `images_per_class` images of each class, and no more."""
+    """A method that makes a fixed number of images.
+
+    - images_per_class: int, 50; images of each class, the paper's M.
+    """
 
     sample_batch: ClassVar[int] = 2**62  # all at once: no image is drawn twice
 
     images_per_class: int = 50
 
-    def most(self, public: PublicFacts) -> int:
+    def max_samples(self, public: PublicFacts) -> int:
         return self.images_per_class * len(public.classes)
 
     def _keep(self, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -74,9 +77,10 @@ class Condenser(Synthesizer):
 class PrivateCondenser(Condenser):
     """Noisy class sums over Poisson samples.
 
-    sampling_prob: q, for all classes. group_size: the paper's L, the expected number of images of the smallest class in
-    a sample, in place of q; it needs sizes that are declared public. noise_multiplier: the paper's sigma over the
-    bound; without it noise is calibrated to epsilon, with it epsilon is a limit that the plan must keep.
+    - sampling_prob: float; probability q of an image to be in a sample, for all classes.
+    - group_size: int or None; the paper's L, the expected number of images of the smallest class in a sample, instead
+      of q. Needs class sizes that are declared public.
+    - noise_multiplier: float or None; fixes the noise. Epsilon is then a limit that the plan must keep.
     """
 
     sampling_prob: float = 0.02
@@ -98,9 +102,8 @@ class PrivateCondenser(Condenser):
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         q, times = self._probability(public), self._times(public)
-        # All sums together are about as precise as one over all the data with a noise of 1 / (q sqrt(times)).
-        weight = COUNTS_WEIGHT / (q * math.sqrt(times))
-        counts = [] if public.sizes else [Release("counts", weight=weight, nonnegative=True)]
+        # All sums together are about as precise as one over all the data with noise 1 / (q sqrt(times)).
+        counts = counts_release(public, 1 / (q * math.sqrt(times)))
         return [*counts, Release("sums", times, q, self.noise_multiplier)]
 
     def _probability(self, public: PublicFacts) -> float:
@@ -116,13 +119,12 @@ class PrivateCondenser(Condenser):
             )
         return max(min(public.sizes), 1)
 
-    def _expected(self, vault: Vault, public: PublicFacts) -> torch.Tensor:
+    def _expected(self, vault: GradientVault, public: PublicFacts) -> torch.Tensor:
         """Expected number of images of each class in a sample, [classes, 1]."""
-        counts = torch.tensor(public.sizes, device=vault.device) if public.sizes else vault.counts()
-        return (self._probability(public) * counts.clamp_min(1))[:, None].float()
+        return (self._probability(public) * class_counts(vault, public))[:, None]
 
 
-class Views:
+class RandomViews:
     """Random networks and augmentations, one of each for every iteration; all from the user's seed."""
 
     def __init__(self, public: PublicFacts, generator: torch.Generator, *, width: int = WIDTH, flip: bool | None):

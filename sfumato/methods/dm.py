@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from sfumato.data import DataError, PublicFacts
-from sfumato.engine import Vault
-from sfumato.methods.condensation import Condenser, Matcher, View, Views
+from sfumato.data.pixels import to_unit_range
+from sfumato.engine import GradientVault
+from sfumato.methods.base import constant
+from sfumato.methods.condensation import Condenser, Matcher, RandomViews, View
 from sfumato.nets.random_convnet import WIDTH
 from sfumato.privacy import Release
 
@@ -29,10 +31,12 @@ CHUNK, DEVICE_CHUNK = 500, 4000  # images in a forward, on a CPU and on an accel
 class DistributionMatching(Condenser):
     """DM: synthetic images whose mean embedding in random networks is that of real images. Not private.
 
-    batch_size: real images of each class in an iteration. iterations: the paper has 20,000; a tenth of that is meant
-    for looking, not for its figures. learning_rate, momentum: the paper's. augmentation: the same random change of real
-    and synthetic images, one per class and iteration; flip: with left and right exchanged among them.
-    epsilon must be infinite, and is by default: no budget can be kept.
+    - epsilon: must be infinite, which is the default.
+    - iterations: int, 2000; the paper has 20,000.
+    - batch_size: int, 256; real images of each class in an iteration.
+    - learning_rate: float, 1.0; the paper's.
+    - augmentation: bool, True; the same random augmentation of real and synthetic images, per class and iteration.
+    - flip: bool, False; include mirroring.
     """
 
     key: ClassVar[str] = "dm"
@@ -50,10 +54,10 @@ class DistributionMatching(Condenser):
     iterations: int = 2000
     batch_size: int = 256
     learning_rate: float = 1.0
-    momentum: float = 0.5
-    width: int = WIDTH
     augmentation: bool = True
     flip: bool = False
+    momentum: float = constant(0.5)
+    width: int = constant(WIDTH)
 
     def validate(self) -> DistributionMatching:
         super().validate()
@@ -67,14 +71,14 @@ class DistributionMatching(Condenser):
     def _releases(self, public: PublicFacts) -> list[Release]:  # noqa: ARG002
         return []
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         images, labels = vault.unprotected("distribution matching embeds raw images, without noise")
         if labels is None:
             labels = torch.zeros(len(images), dtype=torch.int64)
         device = self.torch_device
         generator = torch.Generator(device).manual_seed(self.seed)
         start = initial_noise(public, self.images_per_class, generator)
-        views = Views(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
+        views = RandomViews(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
         matcher = Matcher(
             public,
             self.images_per_class,
@@ -112,7 +116,7 @@ def class_batches(
         order = torch.randperm(len(labels), generator=generator, device=labels.device)
         chosen = order[labels[order].argsort(stable=True)][taken]
         pixels = images[chosen.to(images.device)].to(labels.device)
-        yield pixels.float() / 127.5 - 1, grouped[taken]
+        yield to_unit_range(pixels), grouped[taken]
 
 
 @torch.no_grad()

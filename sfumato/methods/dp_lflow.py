@@ -1,170 +1,163 @@
 """DP-LFlow: an autoencoder and a normalizing flow on its codes, trained together ("DP-LFlow: Differentially Private
 Latent Flow for Scalable Sensitive Image Generation").
 
-The idea: a flow knows the exact density of what it has seen, but pixels are too many for it under noise. So a small
-autoencoder makes codes of images and a RealNVP learns the codes' density; images are drawn by drawing a code and
-decoding it, and an image that is unlike the others has an unlikely code.
+Idea: a flow has an exact density, but pixels are too many for it under noise. So a small autoencoder maps images to
+codes and a RealNVP learns the density of the codes. Images are drawn by drawing a code and decoding it; an image unlike
+the others has an unlikely code.
 
-Released: `steps` noisy sums of per-image gradients over Poisson samples, autoencoder and flow clipped by a bound each;
-noisy class counts unless sizes are declared.
-With `warm`, first the releases of another method, charged in the same plan: networks are taught by what its generator
-draws, each by images of its class (`warming.py`).
-Public: image shape, class names; permutations and initial weights, from the user's seed. Without `warm` networks first
-learn from `lessons` batches of random pictures (`nets/pictures.py`): these come from no image, so they cost no privacy,
-and an autoencoder knows shapes and lines before it sees the first gradient.
+Released: `steps` noisy sums of per-example gradients over Poisson samples, autoencoder and flow clipped separately;
+noisy class counts unless sizes are declared. With `warm`, first the releases of another method, charged in the same
+plan: the networks are pre-trained on what its generator draws, each on its class (`warm_start.py`).
+Public: image shape, class names; permutations and initial weights, from the user's seed. Without `warm` the networks
+are pre-trained on procedural images (`data/procedural.py`), which come from no data and cost no privacy.
 Events: Gaussian sums over Poisson samples with probability q. The noise covers both bounds together, sqrt(C1^2 + C2^2)
 (the authors' code noises each block for its own bound and charges once: its true noise is less by sqrt(2)). One model
 per class: an image moves its class's block only, so all classes together are one sum (add-remove). Those of the warm
 start.
 
-The flow sees codes with a little noise (`jitter`), and the decoder the same: density has a floor then, codes cannot
-shrink to a point to be more likely, and the loss is an evidence bound: reconstruction + density, with a posterior of
-fixed width. Adam, the average of weights, and all that `sample` does are post-processing.
+The flow sees codes with a little noise (`jitter`), and so does the decoder: then the density has a floor, codes cannot
+collapse to a point, and the loss is an evidence bound with a posterior of fixed width. Adam, the average of the
+weights, and everything in `sample` are post-processing.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.engine import Performance, Vault
-from sfumato.methods.generating import equal_batches, warm_cosine
-from sfumato.methods.warming import WarmStart
-from sfumato.nets.autoencoder import Decoder, Encoder
-from sfumato.nets.flow import RealNVP
-from sfumato.nets.graph import Alone, Graph
-from sfumato.nets.pictures import random_pictures
-from sfumato.nets.stacked import one, stacked, together
+from sfumato.data.pixels import to_unit_range
+from sfumato.data.procedural import random_pictures
+from sfumato.engine import GradientVault, Performance
+from sfumato.engine.cuda_graph import Graph, NoBundle
+from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.training import Trainer, equal_batches, state_below, use_average, warm_cosine
+from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
+from sfumato.nets.latent_flow import LatentNetwork, sharpen
+from sfumato.nets.stacked import apply_stacked, stacked, unstack
 from sfumato.privacy import Release
 
-LESSON_BATCH, LESSON_RATE = 128, 2e-3
-LESSON_EMA = 0.998  # average of the weights over lessons
-MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, that gradients may take at once
-PER_PIXEL = 800  # bytes of an image's activations and their slopes, about
-LARGEST_WARM = 64  # pixels a side: what other methods paint
-COLD = {  # without a warm start: more steps of smaller samples, at higher rates
-    "steps": 300,
-    "sampling_prob": 0.1,
-    "weight": 1.0,
-    "learning_rates": (5e-3, 2e-3, 2e-2),
-    "ema": 0.95,
-}
-VARIANTS = ("partitioned", "conditional")
-SPACES = ("latent", "pixels")
-LIKELIHOODS = ("code", "image")
-Shape = tuple[int, int, int]
+PROCEDURAL_BATCH, PROCEDURAL_RATE = 128, 2e-3
+PRETRAINING_EMA = 0.998
+GRADIENT_MEMORY = {"cpu": 2**28, "cuda": 2**34}  # bytes, about, for gradients computed at once
+BYTES_PER_PIXEL = 800  # of an image's activations and their gradients, about
+MAX_WARM_SIDE = 64  # pixels a side: the limit of other methods
+Batch = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(kw_only=True, eq=False)
-class LatentFlow(WarmStart):
-    """An autoencoder and a flow on its codes, by DP-SGD.
+class LatentFlow(Synthesizer):
+    """An autoencoder and a flow on its codes, trained by DP-SGD.
 
-    variant: `partitioned`, a model for each class, all trained at once; or `conditional`, one model of all images whose
-    decoder and flow are told the class. space: `latent`, or `pixels`, a flow on pixels without autoencoder.
+    - variant: `partitioned` (default), a model for each class, all trained at once; `conditional`, one model whose
+      decoder and flow are conditioned on the class.
+    - steps: int, 30; number of private gradients.
+    - sampling_prob: float, 0.5; probability q of an image to be in one.
+    - warm: `dp-kernel` (default), `dp-merf`, `dp-mepf` or `none`; the method of the warm start.
+    - temperature: float, 1.0; standard deviation of the normal numbers that samples are made of. May change after
+      `fit`.
+    - sharpness: float, 0.0; sharpen smoothed samples by this factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
+      faces); 0: off. May change after `fit`.
+    - likelihood: `code` (default), as in the paper, or `image`, of the code and of the image given the code. May change
+      after `fit`.
 
-    steps, sampling_prob: number of gradients and the probability q of an image to be in one. bounds: of an image's
-    gradient in the autoencoder and in the flow. weight: of the reconstruction (the paper's T^2). jitter: standard
-    deviation of the noise on codes. views: jitters per image and step, averaged before clipping. code: numbers in a
-    code. width: channels of the first convolution; each further one doubles them. couplings, hidden: of the flow.
-    learning_rates: of the autoencoder, of the flow's couplings and of its affine map (few numbers, of about one). ema:
-    average of the weights. lessons: batches of random pictures that the initial weights are taught on; 0 leaves them
-    random, as the paper has them. warm and what begins with it: of a warm start, as `WarmStart` has them, in place of
-    those lessons; warm_batch: images of each class in a step. The defaults are for one; `create` has others without it
-    (`COLD`).
-
-    What may be changed after `fit`: temperature: standard deviation of the normal numbers that samples are made from.
-    sharpness: smooth samples, then sharpen them by that factor (the paper: 5 for MNIST, 8 for Fashion-MNIST, 2 for
-    faces); 0 leaves them as they are. likelihood: that of the `code`, as in the paper, or of the `image`: of its code
-    and of the image given that code.
+    Presets: `cpu`; `no-warm-start`: more steps of smaller samples, at higher rates.
     """
 
     key: ClassVar[str] = "dp-lflow"
     paper: ClassVar[str] = "DP-LFlow: Differentially Private Latent Flow (Jiang and Sun, TMLR 2023)"
-    summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; scores images, too"
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "lessons"})
-    on_cpu: ClassVar[dict[str, Any]] = {
-        "warm": "dp-merf",
-        "warm_steps": 500,
-        "warm_batch": 64,
-        "steps": 20,
-        "sampling_prob": 0.1,
-    }
-    suited: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {("warm", "none"): COLD}
+    summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; also scores images"
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "procedural_batches"})
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
+    warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpu": {
+            "warm": "dp-merf",
+            "steps": 20,
+            "sampling_prob": 0.1,
+            "warm_start": WarmStartSettings(steps=500, batch_size=64),
+        },
+        "no-warm-start": {
+            "warm": NONE,
+            "steps": 300,
+            "sampling_prob": 0.1,
+            "reconstruction_weight": 1.0,
+            "learning_rates": (5e-3, 2e-3, 2e-2),
+            "ema": 0.95,
+        },
+    }
 
-    variant: str = "partitioned"
-    space: str = "latent"
+    variant: Literal["partitioned", "conditional"] = "partitioned"
     steps: int = 30
     sampling_prob: float = 0.5
-    bounds: tuple[float, float] = (1.0, 1.0)
-    weight: float = 4.0
-    jitter: float = 0.3
-    views: int = 1
-    code: int = 20
-    width: int = 16
-    couplings: int = 4
-    hidden: int = 64
-    learning_rates: tuple[float, float, float] = (1e-4, 4e-5, 4e-4)
-    ema: float = 0.8
-    lessons: int = 1000
-    warm: str = "dp-kernel"
-    warm_share: float = 0.8
-    warm_batch: int = 128
+    warm: WarmMethod = "dp-kernel"
     temperature: float = 1.0
     sharpness: float = 0.0
-    likelihood: str = "code"
+    likelihood: Literal["code", "image"] = "code"
+    warm_start: WarmStartSettings = constant(WarmStartSettings(batch_size=128))  # images of each class in a batch
+    procedural_batches: int = constant(1000)  # of pre-training without a warm start; 0: random weights, as in the paper
+    space: Literal["latent", "pixels"] = constant("latent")  # `pixels`: a flow without autoencoder
+    bounds: tuple[float, float] = constant((1.0, 1.0))  # clipping norms of autoencoder and flow
+    reconstruction_weight: float = constant(4.0)  # the paper's T^2
+    jitter: float = constant(0.3)  # standard deviation of the noise on codes
+    views: int = constant(1)  # jitters per image and step, averaged before clipping
+    code: int = constant(20)  # size of a code
+    width: int = constant(16)  # channels of the first convolution
+    couplings: int = constant(4)
+    hidden: int = constant(64)  # width of the flow's networks
+    learning_rates: tuple[float, float, float] = constant((1e-4, 4e-5, 4e-4))  # autoencoder, couplings, affine map
+    ema: float = constant(0.8)
 
     def validate(self) -> Self:
-        for name, known in (("variant", VARIANTS), ("space", SPACES), ("likelihood", LIKELIHOODS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         super().validate()
-        for name, value in (("sampling_prob", self.sampling_prob), ("ema", self.ema)):
-            if not value <= 1:
-                raise ValueError(f"{name} must be at most 1, got {value!r}")
-        for name, value in (("code", self.code), ("steps", self.steps)):
-            if value < 2:
-                raise ValueError(f"{name} must be at least 2, got {value}")
+        for name in ("sampling_prob", "ema"):
+            if not getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)!r}")
+        for name in ("code", "steps"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
         return self
 
+    def _auto_presets(self, public: PublicFacts) -> list[str]:
+        without = "warm" in self._given and self.warm == NONE
+        return [*super()._auto_presets(public), *(["no-warm-start"] if without else [])]
+
+    def _warm_start(self, public: PublicFacts) -> WarmStart:
+        return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
+
     def _releases(self, public: PublicFacts) -> list[Release]:
-        if self.warm != "none" and max(public.shape[1:]) > LARGEST_WARM:
+        if self.warm != NONE and max(public.shape[1:]) > MAX_WARM_SIDE:
             raise DataError(
-                f"a warm start is for images of up to {LARGEST_WARM} pixels a side; pass a smaller size (--size), or "
+                f"a warm start takes images of up to {MAX_WARM_SIDE} pixels a side; pass a smaller size (--size), or "
                 "do without one (--set warm=none)"
             )
-        return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
+        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
-        self.counts_, painted = self._begin(vault, public)
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        return self._warm_start(public).facts()
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        self.counts_, generated = self._warm_start(public).begin(vault, self._checkpoints)
+        network = self._new_network(public)
+        if generated is None:
+            network = self._pretrained_on_procedural_images(network, public)
+        else:
+            self._pretrain_on_images(network, generated)
         partitioned = self.variant == "partitioned"
-        network = self._network(public)
-        network = self._taught(network, public) if painted is None else self._warmed(network, painted)
-        average = copy.deepcopy(network).requires_grad_(False)
         expected = self.sampling_prob * (self.counts_ if partitioned else self.counts_.sum(0, keepdim=True))
         parts = ("flow",) if self.space == "pixels" else ("autoencoder", "flow")
         bounds = dict(zip(parts, self.bounds[-len(parts) :], strict=True))
-        parameters = dict(network.named_parameters())
         rates = dict(zip(("autoencoder.", "flow.couplings.", "flow."), self.learning_rates, strict=True))
-        groups: dict[str, list[nn.Parameter]] = defaultdict(list)
-        for name, value in parameters.items():
-            groups[next(prefix for prefix in rates if name.startswith(prefix))].append(value)
-        optimizer = torch.optim.Adam(
-            [{"params": some, "rate": rates[prefix]} for prefix, some in groups.items()], betas=(0.9, 0.99), fused=True
-        )
-        performance = Performance(batch_size=self._at_once(network, expected))
-        state: dict[str, Any] = {"network": network, "average": average, "optimizer": optimizer}
-        for step in self._checkpoints.loop("training", self.steps, **state):
+        trainer = Trainer(network, ema=self.ema, betas=(0.9, 0.99), rates=rates, warm_up=True)
+        performance = Performance(batch_size=self._gradient_batch(network, expected))
+        for step in self._checkpoints.loop("training", self.steps, trainer=trainer):
             sums = vault.gradient(
                 network,
                 self._loss,
@@ -176,105 +169,89 @@ class LatentFlow(WarmStart):
                 draws=network.size,
                 performance=performance,
             )
-            for name, value in parameters.items():
-                value.grad = sums[name] / (expected.view(-1, *[1] * (value.ndim - 1)) * bounds[_part(name)])
-            for group in optimizer.param_groups:
-                group["lr"] = group["rate"] * warm_cosine(step, self.steps)
-            optimizer.step()
-            keep = min(self.ema, (step + 1) / (step + 10))  # so that the first weights are soon forgotten
-            with torch.no_grad():
-                torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - keep)
-        self.network_ = average
+            trainer.set_rate(warm_cosine(step, self.steps))
+            trainer.step(
+                {
+                    name: total / (expected.view(-1, *[1] * (total.ndim - 1)) * bounds[name.split(".")[0]])
+                    for name, total in sums.items()
+                }
+            )
+        self.network_ = cast(LatentNetwork, trainer.average)
 
     def _loss(self, model: Callable[..., Any], images: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        """The paper's Eq. 5, for each image."""
+        """Return the paper's Eq. 5 for each image."""
         *labels, normals = given
         reconstruction, density = model(images, self.jitter * normals, *labels)
-        loss: torch.Tensor = -self.weight * reconstruction - density
+        loss: torch.Tensor = -self.reconstruction_weight * reconstruction - density
         return loss
 
-    def _at_once(self, network: LatentNetwork, expected: torch.Tensor) -> int:
-        """Images (of each class) whose gradients fit into memory together, in batches of equal size; all public."""
-        lanes = len(expected)
-        beside = 1 if self.torch_device.type == "cpu" else lanes  # on a CPU classes take turns
-        alone = PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // lanes
-        most = max(8, MEMORY[self.torch_device.type] // (beside * alone * self.views))
-        return equal_batches(float(expected.max()), most)
+    def _gradient_batch(self, network: LatentNetwork, expected: torch.Tensor) -> int:
+        """Return how many images (of each class) have their gradients in memory together; from public numbers."""
+        classes = len(expected)
+        together = 1 if self.torch_device.type == "cpu" else classes  # on a CPU, classes are computed in turn
+        each = BYTES_PER_PIXEL * math.prod(network.shape) + 4 * sum(p.numel() for p in network.parameters()) // classes
+        largest = max(8, GRADIENT_MEMORY[self.torch_device.type] // (together * each * self.views))
+        return equal_batches(float(expected.max()), largest)
 
-    def _taught(self, network: LatentNetwork, public: PublicFacts) -> LatentNetwork:
-        """The network after its lessons on random pictures; of stacked ones, each learns what the first has."""
-        if not self.lessons:
+    def _pretrained_on_procedural_images(self, network: LatentNetwork, public: PublicFacts) -> LatentNetwork:
+        """Return the network after pre-training on procedural images; stacked networks all start as the first."""
+        if not self.procedural_batches:
             return network
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        pupil = network if self.variant == "conditional" else cast(LatentNetwork, one(network, 0))
-        labels = torch.arange(LESSON_BATCH, device=generator.device) % len(public.classes)
+        single = network if self.variant == "conditional" else cast(LatentNetwork, unstack(network, 0))
+        labels = torch.arange(PROCEDURAL_BATCH, device=generator.device) % len(public.classes)
 
         def batch() -> tuple[torch.Tensor, torch.Tensor]:
-            return random_pictures(LESSON_BATCH, public.shape, generator), labels
+            return random_pictures(PROCEDURAL_BATCH, public.shape, generator), labels
 
-        self._learn(pupil, batch, self.lessons, LESSON_RATE, generator)
-        if pupil is network:
+        self._pretrain(single, batch, self.procedural_batches, PROCEDURAL_RATE, generator)
+        if single is network:
             return network
-        return cast(LatentNetwork, stacked([pupil] * len(public.classes)))
+        return cast(LatentNetwork, stacked([single] * len(public.classes)))
 
-    def _warmed(self, network: LatentNetwork, painted: ImageSet) -> LatentNetwork:
-        """The network after a warm start: of stacked ones, each learns from the painted images of its class."""
+    def _pretrain_on_images(self, network: LatentNetwork, generated: ImageSet) -> None:
+        """Train on the images of the warm start; stacked networks each on their class."""
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        classes, device = len(painted.classes), generator.device
-        images = painted.images.to(device).unflatten(0, (classes, -1))
-        lane = torch.arange(classes, device=device)[:, None].expand(-1, self.warm_batch)
+        classes, device, settings = len(generated.classes), generator.device, self.warm_start
+        images = generated.images.to(device).unflatten(0, (classes, -1))
+        label = torch.arange(classes, device=device)[:, None].expand(-1, settings.batch_size)
 
         def batch() -> tuple[torch.Tensor, torch.Tensor]:
-            chosen = torch.randint(images.shape[1], lane.shape, generator=generator, device=device)
-            shown = images[lane, chosen].float() / 127.5 - 1
-            return (shown, lane) if self.variant == "partitioned" else (shown.flatten(0, 1), lane.flatten())
+            chosen = torch.randint(images.shape[1], label.shape, generator=generator, device=device)
+            shown = to_unit_range(images[label, chosen])
+            return (shown, label) if self.variant == "partitioned" else (shown.flatten(0, 1), label.flatten())
 
-        self._learn(network, batch, self.warm_steps, self.warm_rate, generator)
-        return network
+        self._pretrain(network, batch, settings.steps, settings.learning_rate, generator)
 
-    def _learn(
-        self,
-        network: LatentNetwork,
-        batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-        steps: int,
-        rate: float,
-        generator: torch.Generator,
+    def _pretrain(
+        self, network: LatentNetwork, batch: Batch, steps: int, rate: float, generator: torch.Generator
     ) -> None:
-        """Ordinary training on images that are not private; `batch` gives images and labels, [classes, n] if stacked.
+        """Train without noise on images that are not private; leave the network with an average of its weights.
 
-        On a GPU a step is one launch. The network is left with an average of its weights.
+        - batch: draws images and labels, [classes, n] for stacked networks.
         """
-        device, graphs = generator.device, generator.device.type == "cuda"
-        parameters: list[torch.Tensor] = list(network.parameters())
-        average = [parameter.detach().clone() for parameter in parameters]
-        falling = torch.zeros((), device=device)
-        optimizer = torch.optim.Adam(parameters, falling if graphs else 0.0, fused=True, capturable=graphs)
+        trainer = Trainer(network, ema=PRETRAINING_EMA, warm_up=True)
 
-        def step(_: Alone, images: torch.Tensor, labels: torch.Tensor, normals: torch.Tensor) -> None:
-            model = network if labels.ndim == 1 else partial(together, network)
+        def gradients(_: NoBundle, images: torch.Tensor, labels: torch.Tensor, normals: torch.Tensor) -> torch.Tensor:
+            model = network if labels.ndim == 1 else partial(apply_stacked, network)
             losses = self._loss(model, images, labels, normals)
-            gradients = torch.autograd.grad(losses.mean(-1).sum(), parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.contiguous()
-            optimizer.step()
+            found = torch.autograd.grad(losses.mean(-1).sum(), list(trainer.parameters.values()))
+            return torch.cat([gradient.flatten() for gradient in found])
 
-        once = Graph(step)
-        state: dict[str, Any] = {"network": network, "average": average, "optimizer": optimizer}
-        for number in self._checkpoints.loop("lessons", steps, **state, generator=generator):
+        graph = Graph(gradients)
+        sizes = [parameter.numel() for parameter in trainer.parameters.values()]
+        for number in self._checkpoints.loop("pre-training", steps, trainer=trainer, generator=generator):
             images, labels = batch()
-            normals = torch.randn(*labels.shape, network.size, generator=generator, device=device)
-            falling.fill_(rate * warm_cosine(number, steps))
-            if not graphs:
-                optimizer.param_groups[0]["lr"] = float(falling)
-            once(Alone(), images, labels, normals)
-            keep = min(LESSON_EMA, (number + 1) / (number + 10))
-            with torch.no_grad():
-                torch._foreach_lerp_(average, parameters, 1 - keep)
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, average)
+            normals = torch.randn(*labels.shape, network.size, generator=generator, device=generator.device)
+            flat = graph(NoBundle(), images, labels, normals)
+            assert flat is not None
+            trainer.set_rate(rate * warm_cosine(number, steps))
+            parts = zip(trainer.parameters.items(), flat.split(sizes), strict=True)
+            trainer.step({name: part.view_as(parameter) for (name, parameter), part in parts})
+        use_average(trainer)
 
-    def _network(self, public: PublicFacts) -> LatentNetwork:
-        """A network, or one for each class, stacked, with initial weights of the user's seed."""
+    def _new_network(self, public: PublicFacts) -> LatentNetwork:
+        """Return a network, or one for each class, stacked, with initial weights from the user's seed."""
         sizes = {"code": self.code, "width": self.width, "couplings": self.couplings, "hidden": self.hidden}
         classes = len(public.classes)
         with torch.random.fork_rng(devices=[]):
@@ -286,14 +263,13 @@ class LatentFlow(WarmStart):
                 network = cast(LatentNetwork, stacked(each))
         return network.to(self.torch_device)
 
-    # -- what a fitted model does -----------------------------------------------------------------------------
+    # -- samples and scores -------------------------------------------------------------------------------
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()
 
-    def _of(self, label: int) -> LatentNetwork:
-        """The network of a class."""
-        return self.network_ if self.variant == "conditional" else cast(LatentNetwork, one(self.network_, label))
+    def _network_of(self, label: int) -> LatentNetwork:
+        return self.network_ if self.variant == "conditional" else cast(LatentNetwork, unstack(self.network_, label))
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         shape = self._fitted().shape
@@ -302,93 +278,21 @@ class LatentFlow(WarmStart):
         images = torch.empty(len(labels), *shape, device=self.torch_device)
         for label in labels.unique().tolist():
             chosen = labels == label
-            images[chosen] = self._of(label).draw(normals[chosen], labels[chosen])
-        return sharpened(images, self.sharpness) if self.sharpness else images
+            images[chosen] = self._network_of(label).draw(normals[chosen], labels[chosen])
+        return sharpen(images, self.sharpness) if self.sharpness else images
 
     def _log_likelihood(self, images: torch.Tensor, label: int) -> torch.Tensor:
         labels = torch.full((len(images),), label, device=images.device)
-        network = self._of(label)
+        network = self._network_of(label)
         reconstruction, density = network(images, torch.zeros(len(images), network.size, device=images.device), labels)
-        scores: torch.Tensor = density + self.weight * reconstruction if self.likelihood == "image" else density
-        return scores
+        if self.likelihood == "code":
+            return cast(torch.Tensor, density)
+        return cast(torch.Tensor, density + self.reconstruction_weight * reconstruction)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {"counts": self.counts_, **self.network_.state_dict(prefix="network.")}
 
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         self.counts_ = state["counts"]
-        self.network_ = self._network(public).requires_grad_(False)
-        own = {name.removeprefix("network."): value for name, value in state.items() if name != "counts"}
-        self.network_.load_state_dict(own)
-
-
-class LatentNetwork(nn.Module):
-    """An autoencoder with a flow on its codes, or a flow on pixels; told the class if there are `classes`."""
-
-    def __init__(
-        self, shape: Shape, space: str, classes: int, *, code: int, width: int, couplings: int, hidden: int
-    ) -> None:
-        super().__init__()
-        self.shape, self.classes = shape, classes
-        self.autoencoder: nn.ModuleDict | None = None
-        self.size = math.prod(shape)
-        if space == "latent":
-            self.size = code
-            decoder = Decoder(shape, code=code, width=width, context=classes)
-            self.autoencoder = nn.ModuleDict({"encoder": Encoder(shape, code=code, width=width), "decoder": decoder})
-        mixed = space == "latent"  # a matrix of all pixels would be larger than the rest
-        self.flow = RealNVP(self.size, couplings=couplings, hidden=hidden, context=classes, mixed=mixed)
-
-    def forward(
-        self, images: torch.Tensor, jitter: torch.Tensor, labels: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-likelihood of each image given its code, and log-density of the code; `jitter` is added to codes.
-
-        The first is that of a Bernoulli pixel, less its value for a perfect reconstruction: 0 is the best.
-        """
-        context = self._context(labels)
-        if self.autoencoder is None:
-            return torch.zeros_like(jitter[:, 0]), self.flow.log_prob(images.flatten(1) + jitter, context)
-        codes = self.autoencoder["encoder"](images) + jitter
-        logits, shades = self.autoencoder["decoder"](codes, context), (images + 1) / 2
-        misfit = functional.binary_cross_entropy_with_logits(logits, shades, reduction="none")
-        entropy = -torch.xlogy(shades, shades) - torch.xlogy(1 - shades, 1 - shades)
-        return (entropy - misfit).flatten(1).sum(1), self.flow.log_prob(codes, context)
-
-    def draw(self, normals: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Images in [-1, 1] of normal numbers."""
-        context = self._context(labels)
-        codes = self.flow.inverse(normals, context)
-        if self.autoencoder is None:
-            return codes.view(-1, *self.shape)
-        return torch.tanh(self.autoencoder["decoder"](codes, context) / 2)  # 2 sigmoid - 1
-
-    def _context(self, labels: torch.Tensor | None) -> torch.Tensor | None:
-        if labels is None or not self.classes:
-            return None
-        names = torch.arange(self.classes, device=labels.device)
-        return (labels[:, None] == names).to(self.flow.shift.dtype)  # one-hot, and good under vmap
-
-
-def sharpened(images: torch.Tensor, factor: float) -> torch.Tensor:
-    """Images smoothed, then sharpened by `factor` (1 leaves the smooth ones): away from what a further smoothing gives.
-
-    Smoothing is a mean of 3 × 3 pixels in which the middle one counts five times; the border stays.
-    """
-    smooth = _smoothed(images)
-    return torch.lerp(_smoothed(smooth), smooth, factor).clamp(-1, 1)
-
-
-def _smoothed(images: torch.Tensor) -> torch.Tensor:
-    channels = images.shape[1]
-    kernel = torch.ones(3, 3, device=images.device, dtype=images.dtype)
-    kernel[1, 1] = 5
-    inside = functional.conv2d(images, (kernel / 13).expand(channels, 1, 3, 3), groups=channels)
-    whole = images.clone()
-    whole[:, :, 1:-1, 1:-1] = inside
-    return whole
-
-
-def _part(name: str) -> str:
-    """The group of parameters that one belongs to: autoencoder or flow."""
-    return name.split(".")[0]
+        self.network_ = self._new_network(public).requires_grad_(False)
+        self.network_.load_state_dict(state_below(state, "network."))

@@ -20,14 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
 
 from sfumato.data import PublicFacts
-from sfumato.engine import Vault
-from sfumato.methods.condensation import Matcher, PrivateCondenser, View, Views
+from sfumato.engine import GradientVault
+from sfumato.methods.base import constant
+from sfumato.methods.condensation import Matcher, PrivateCondenser, RandomViews, View
 from sfumato.nets.random_convnet import WIDTH
 
 GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
@@ -35,10 +36,7 @@ GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1
 
 @dataclass(kw_only=True, eq=False)
 class LinearCondenser(PrivateCondenser):
-    """LDPDC: each synthetic image is a noisy sum of real ones over the expected number of them.
-
-    images_per_class: the paper's M.
-    """
+    """LDPDC: each synthetic image is a noisy sum of real ones over their expected number."""
 
     key: ClassVar[str] = "ldpdc"
     paper: ClassVar[str] = "Differentially Private Dataset Condensation (LDPDC)"
@@ -49,7 +47,7 @@ class LinearCondenser(PrivateCondenser):
     def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
         return self.images_per_class
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         expected = self._expected(vault, public)
         bound = math.sqrt(math.prod(public.shape))  # of pixels in [-1, 1]
         sums = torch.zeros(self.images_per_class, len(public.classes), math.prod(public.shape), device=expected.device)
@@ -64,16 +62,12 @@ class LinearCondenser(PrivateCondenser):
 class NonlinearCondenser(PrivateCondenser):
     """NDPDC: synthetic images whose mean embedding in random networks is the released one.
 
-    images_per_class, iterations, bound, learning_rate: the paper's M, I, G, eta. augmentation: the same random change
-    of real and synthetic images, one per class and iteration; flip: with left and right exchanged among them.
+    - iterations: int, 500; the paper's I.
+    - bound: float, 0.3; clipping norm, the paper's G.
+    - augmentation: bool, True; the same random augmentation of real and synthetic images, per class and iteration.
+    - flip: bool, False; include mirroring.
 
-    residual: rows are directions minus the synthetic images' mean direction in their class (public: it comes from
-    earlier releases), clipped to G. Embeddings of a class are much alike, so that their differences from that mean are
-    short, and a smaller G, with less noise, does them no harm. Without it rows are the paper's: clipped embeddings.
-
-    start: standard deviation of the first images' pixels. momentum, decay (of the learning rate, along a cosine),
-    smoothness, average: see `Matcher`. width: of the networks. The paper's form is residual=False, bound=1, start=1,
-    learning_rate=1, decay=False, smoothness=0, average=0.
+    Presets: `paper`, the authors' form.
     """
 
     key: ClassVar[str] = "ndpdc"
@@ -81,27 +75,40 @@ class NonlinearCondenser(PrivateCondenser):
     summary: ClassVar[str] = "a few images per class, matched to noisy embeddings in random networks"
 
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "momentum", "smoothness", "average"})
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {
+            "bound": 1.0,
+            "residual": False,
+            "start": 1.0,
+            "learning_rate": 1.0,
+            "decay": False,
+            "smoothness": 0.0,
+            "average": 0.0,
+        }
+    }
 
     iterations: int = 500
     bound: float = 0.3
-    residual: bool = True
-    start: float = 0.3
-    learning_rate: float = 0.5
-    momentum: float = 0.5
-    decay: bool = True
-    smoothness: float = 0.02
-    average: float = 0.2
-    width: int = WIDTH
     augmentation: bool = True
     flip: bool = False
+    # Rows are directions minus the synthetic images' mean direction in their class, which is public: it comes from
+    # earlier releases. Embeddings of a class are similar, so these residuals are short and allow a small bound.
+    residual: bool = constant(True)
+    start: float = constant(0.3)  # standard deviation of the first images' pixels
+    learning_rate: float = constant(0.5)  # the paper's eta
+    momentum: float = constant(0.5)
+    decay: bool = constant(True)  # of the learning rate, along a cosine
+    smoothness: float = constant(0.02)  # length over which neighbouring pixels move together, in image sides
+    average: float = constant(0.2)  # part of the iterations over which images are averaged
+    width: int = constant(WIDTH)  # of the networks
 
     def _times(self, public: PublicFacts) -> int:  # noqa: ARG002
         return self.iterations
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         expected = self._expected(vault, public)
-        views = Views(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
+        views = RandomViews(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
         matcher = Matcher(
             public,
             self.images_per_class,

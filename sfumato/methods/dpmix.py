@@ -20,16 +20,15 @@ import torch
 from torch.nn import functional
 
 from sfumato.data import PublicFacts
-from sfumato.engine import Vault
+from sfumato.engine import GradientVault
 from sfumato.methods.condensation import PrivateCondenser
 
 
 @dataclass(kw_only=True, eq=False)
 class Mixer(PrivateCondenser):
-    """Noisy mixtures: `images_per_class` times the number of classes of them, whatever classes they turn out to be.
+    """Noisy mixtures of images of any class, `images_per_class` times the number of classes.
 
-    sampling_prob: q; group_size: the expected number of images in a mixture, in its place, if sizes are public.
-    label_weight: norm of the label's part of a row, where the image's has at most 1.
+    - label_weight: float, 1.0; norm of the label's part of a row, where the image's is at most 1.
     """
 
     key: ClassVar[str] = "dpmix"
@@ -47,7 +46,7 @@ class Mixer(PrivateCondenser):
         super()._smallest(public)
         return max(sum(public.sizes or ()), 1)
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         expected = self._expected(vault, public)[:, 0]  # of each class in a mixture
         pixels, classes = math.prod(public.shape), len(public.classes)
         labelled = classes > 1

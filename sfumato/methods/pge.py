@@ -1,7 +1,7 @@
 """PGE: private gradient estimation ("Private Gradient Estimation is Useful for Generative Modeling", MM 2024).
 
-The idea: learn the score of the images, the slope of their log-density, at many noise levels; then draw images by
-Hamiltonian dynamics in the landscape that it describes, from noise down to none.
+Idea: learn the score of the images (the gradient of their log-density) at many noise levels, then draw images by
+Hamiltonian dynamics in the density that it describes, from noise down to none.
 
 Released: at each of `steps` steps, the noisy sum of per-example gradients of score matching over a Poisson sample;
 several noise levels and slices of an image are averaged before its gradient is clipped. Noisy class counts unless sizes
@@ -10,157 +10,122 @@ what that method's generator draws.
 Public: image shape, class names; initial weights (from the seed); networks named in `residual` and `autoencoder`.
 Events: Poisson-subsampled Gaussian sums, one for each step; those of the warm start.
 
-What the paper does is not private. Its randomised response is on projection vectors, which do not depend on the data;
-the exact images stand in both terms of the loss. `form="published"` runs it, and its certificate says so.
+The form as published is not private: `as_published/published_pge.py`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.encoders import autoencoder as autoencoders
-from sfumato.encoders import codebook
-from sfumato.encoders.autoencoder import load_autoencoder, maps_shape
-from sfumato.encoders.codebook import Code
-from sfumato.engine import Performance, Vault
-from sfumato.methods.generating import equal_batches, warm_cosine
-from sfumato.methods.hamiltonian import MOMENTA, SAMPLERS, annealed, noise_levels
-from sfumato.methods.matching import Landscape, Slope, Training, Views
-from sfumato.methods.warming import WarmStart
-from sfumato.nets.score import KINDS, Score
+from sfumato.data.pixels import to_unit_range
+from sfumato.engine import GradientVault, Performance
+from sfumato.features import codebook
+from sfumato.features.codebook import CodebookEncoder
+from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
+from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
+from sfumato.methods.training import Trainer, equal_batches, state_below, warm_cosine
+from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
+from sfumato.nets.samplers import annealed_sampling, noise_levels
+from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.unet import middle_size
 from sfumato.privacy import Release
 
-LARGEST_SIDE = 64  # of what the network sees: larger images go through an autoencoder
+MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
-PUBLISHED_BATCH = 256
-AT_ONCE = 1024  # views whose gradients are taken at once, on a GPU: ten megabytes each
-FORMS = ("sound", "published")
-OBJECTIVES = ("denoising", "sliced")
-LEAK = (
-    "randomised response is applied to projection vectors, which do not depend on the data; the exact image stands in "
-    "both terms of the loss, its gradient unbounded. Given the vectors a step has finitely many outcomes, those of "
-    "neighbouring batches are disjoint, and nothing is composed over steps; no finite epsilon holds"
-)
+VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten megabytes each
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """Settings of the annealed sampler.
+
+    - levels: number of noise levels. step_size, leapfrogs: of the dynamics at each level.
+    - momentum: `gaussian`, `rayleigh` or `uniform`; only the first keeps the exact law.
+    """
+
+    levels: int = 20
+    step_size: float = 1.0
+    leapfrogs: int = 5
+    momentum: Literal["gaussian", "rayleigh", "uniform"] = "gaussian"
 
 
 @dataclass(kw_only=True, eq=False)
-class GradientEstimation(WarmStart):
+class GradientEstimation(Synthesizer):
     """A score network trained on noisy gradients, and Hamiltonian sampling.
 
-    form: `sound`, or `published`, the paper's training, which is not private: its certificate says so.
-    network: `score`, or `energy`, whose slope the score then is: slower, with an exact Metropolis test.
-    objective: `denoising` or `sliced` score matching. centre, spread: median of the noise levels that are learned, and
-    the standard deviation of their logarithm. views: levels (and slices) of an image, averaged before clipping.
-    steps, sampling_prob, bound, learning_rate, ema: of the private training. at_once: images at a time (0: as the
-    device likes). width: channels at full resolution.
+    - steps: int, 60; number of private gradients.
+    - sampling_prob: float, 0.1; probability of an image to be in one.
+    - warm: `dp-kernel` (default), `dp-merf`, `dp-mepf` or `none`; the method of the warm start.
+    - network: `score` (default), or `energy`, whose gradient is the score: slower, with an exact Metropolis test.
+    - residual: text; a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); none.
+    - autoencoder: text; `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
+    - sampler: `hamiltonian` (default), `langevin`, or `ode`, the probability flow.
 
-    warm and what begins with it: of a warm start, as `WarmStart` has them; `create` has other defaults without one.
-    residual: a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); mask: the part of
-    the code that is hidden. autoencoder: `taef2`, to learn its maps in place of pixels.
-
-    sampler: `hamiltonian`, `langevin`, or `ode`, the probability flow. levels: lowest and highest; sampling_levels: how
-    many. step_size, leapfrogs: of the dynamics at each level. momentum: `gaussian`, `rayleigh` or `uniform`.
-    nearest: k of the published form.
+    Presets: `cpu`; `no-warm-start`: more steps at a higher rate.
     """
 
     key: ClassVar[str] = "pge"
     paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
-    summary: ClassVar[str] = "a score network from noisy gradients, and images by Hamiltonian dynamics; wants a GPU"
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "at_once"})
-    suited: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
-        ("form", "published"): {"warm": "none", "steps": 2000},
-        ("autoencoder", "taef2"): {"warm": "none"},
-        ("warm", "none"): {"steps": 400, "learning_rate": 1e-3},
-    }
-    on_cpu: ClassVar[dict[str, Any]] = {
-        "warm": "dp-merf",
-        "sampling_prob": 0.01,
-        "width": 16,
-        "warm_steps": 600,
-        "warm_batch": 64,
+    summary: ClassVar[str] = "a score network trained on noisy gradients, images by Hamiltonian dynamics; needs a GPU"
+    warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpu": {
+            "warm": "dp-merf",
+            "sampling_prob": 0.01,
+            "width": 16,
+            "warm_start": WarmStartSettings(steps=600, batch_size=64),
+        },
+        "no-warm-start": {"warm": NONE, "steps": 400, "learning_rate": 1e-3},
     }
 
-    form: str = "sound"
-    network: str = "score"
-    objective: str = "denoising"
     steps: int = 60
     sampling_prob: float = 0.1
-    views: int = 2
-    bound: float = 0.1
-    learning_rate: float = 1e-4
-    ema: float = 0.99
-    width: int = 32
-    warm: str = "dp-kernel"
-    warm_share: float = 0.8
-    centre: float = 1.5
-    spread: float = 1.2
-    at_once: int = 0
+    warm: WarmMethod = "dp-kernel"
+    network: Literal["score", "energy"] = "score"
     residual: str = ""
-    mask: float = 0.75
-    autoencoder: str = ""
-    sampler: str = "hamiltonian"
-    sampling_levels: int = 20
-    levels: tuple[float, float] = (0.05, 20.0)
-    step_size: float = 1.0
-    leapfrogs: int = 5
-    momentum: str = "gaussian"
-    nearest: int = 10
-
-    @property
-    def claimed(self) -> dict[str, Any] | None:  # type: ignore[override]
-        if self.form != "published" or not self._budget().private:
-            return None
-        return {"epsilon": self.epsilon, "delta": 0.0, "by": self.paper, "why": LEAK}
-
-    @property
-    def _protected(self) -> bool:
-        return self.form != "published"
+    autoencoder: Literal["", "taef2"] = ""
+    sampler: Literal["hamiltonian", "langevin", "ode"] = "hamiltonian"
+    warm_start: WarmStartSettings = constant(WarmStartSettings())
+    score_settings: ScoreSettings = constant(ScoreSettings())
+    sampling: SamplerSettings = constant(SamplerSettings())
+    views: int = constant(2)  # noise levels (and slices) of an image, averaged before clipping
+    bound: float = constant(0.1)  # clipping norm
+    learning_rate: float = constant(1e-4)
+    ema: float = constant(0.99)
+    width: int = constant(32)  # channels at full resolution
 
     def validate(self) -> Self:
-        named = {
-            "form": FORMS,
-            "network": KINDS,
-            "objective": OBJECTIVES,
-            "sampler": SAMPLERS,
-            "momentum": MOMENTA,
-            "autoencoder": ("", *autoencoders.NAMES),
-        }
-        for name, known in named.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("mask", "ema"):
-            if not getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
         super().validate()
-        if not self.levels[0] < self.levels[1]:
-            raise ValueError(f"levels must be the lowest and the highest, got {self.levels!r}")
-        if self.steps < 2 or self.nearest < 2 or self.width % 8:
-            raise ValueError("steps and nearest must be at least 2, and width a multiple of 8")
-        if self.form == "published" and self.warm != "none":
-            raise ValueError("the published form has no warm start; pass warm='none'")
+        if self.steps < 2 or self.width % 8:
+            raise ValueError("steps must be at least 2, and width a multiple of 8")
         return self
+
+    def _auto_presets(self, public: PublicFacts) -> list[str]:
+        # The autoencoder's latents are no images that another method could generate.
+        without = self.autoencoder or ("warm" in self._given and self.warm == NONE)
+        return [*super()._auto_presets(public), *(["no-warm-start"] if without else [])]
 
     # -- the plan -----------------------------------------------------------------------------------------
 
+    def _warm_start(self, public: PublicFacts) -> WarmStart:
+        return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
+
     def _releases(self, public: PublicFacts) -> list[Release]:
-        space = self._space(public)
-        if max(space[1:]) > LARGEST_SIDE:
+        if max(self._space(public)[1:]) > MAX_SIDE:
             raise DataError(
-                f"pge is for images of up to {LARGEST_SIDE} pixels a side, or eight times that with "
-                "autoencoder='taef2'; pass a smaller size (--size)"
+                f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2'; "
+                "pass a smaller size (--size)"
             )
-        if self.form == "published":
-            return []
-        return self._preceded(public, Release("gradients", self.steps, self.sampling_prob))
+        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
-        facts = super()._facts(public)
+        facts = self._warm_start(public).facts()
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
@@ -169,33 +134,29 @@ class GradientEstimation(WarmStart):
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def _fit(self, vault: Vault, public: PublicFacts) -> None:
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
-        views = Views(self, public)
+        views = self._views(public)
         stated = (vault.ledger.opening or {}).get("public_facts", {})
         if any(stated.get(name) != fact for name, fact in self._facts(public).items()):
-            raise DataError("a public network's file was changed under way; nothing was spent, start again")
-        training = Training(self._network(public), self)
-        if self.form == "published":
-            self.counts_ = torch.ones(len(public.classes), device=self.torch_device)
-            self._train_as_published(vault, views, training, generator)
-        else:
-            self.counts_, painted = self._begin(vault, public)
-            if painted is not None:
-                self._learn(painted, views, training, generator)
-            self._train(vault.map(views.rows) if views.changed else vault, views, training)
-        self.network_ = training.average.eval()
+            raise DataError("the file of a public network has changed since the run began; start again")
+        trainer = Trainer(self._new_network(public), ema=self.ema, warm_up=True)
+        self.counts_, generated = self._warm_start(public).begin(vault, self._checkpoints)
+        if generated is not None:
+            self._pretrain(generated, views, trainer, generator)
+        self._train(vault.map(views.rows) if views.changed else vault, views, trainer)
+        self.network_ = cast(ScoreNetwork, trainer.average.eval())
 
-    def _train(self, vault: Vault, views: Views, training: Training) -> None:
-        """DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
+    def _train(self, vault: GradientVault, views: NoisyViews, trainer: Trainer) -> None:
+        """Train by DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
         expected = self.sampling_prob * float(self.counts_.sum())
         on_gpu = self.torch_device.type == "cuda"
-        fast = on_gpu and self.network == "score" and self.objective == "denoising"
-        at_once = self.at_once or (equal_batches(expected, max(8, AT_ONCE // self.views)) if on_gpu else None)
-        performance = Performance(batch_size=at_once, precision=torch.bfloat16 if fast else torch.float32)
-        for step in self._checkpoints.loop("network", self.steps, training=training):
+        low = on_gpu and self.network == "score" and self.score_settings.objective == "denoising"
+        batch_size = equal_batches(expected, max(8, VIEWS_PER_BATCH // self.views)) if on_gpu else None
+        performance = Performance(batch_size=batch_size, precision=torch.bfloat16 if low else torch.float32)
+        for step in self._checkpoints.loop("network", self.steps, trainer=trainer):
             sums = vault.gradient(
-                training.network,
+                trainer.network,
                 views.loss,
                 release="gradients",
                 bound=self.bound,
@@ -204,38 +165,21 @@ class GradientEstimation(WarmStart):
                 draws=views.draws,
                 performance=performance,
             )
-            rate = self.learning_rate * warm_cosine(step, self.steps)
-            training.step({name: total / expected for name, total in sums.items()}, rate)
+            trainer.set_rate(self.learning_rate * warm_cosine(step, self.steps))
+            trainer.step({name: total / expected for name, total in sums.items()})
 
-    def _learn(self, painted: ImageSet, views: Views, training: Training, generator: torch.Generator) -> None:
-        """The network is taught by another method's images."""
-        images = painted.images.float() / 127.5 - 1
-        labels = torch.zeros(len(images), dtype=torch.int64) if painted.labels is None else painted.labels
+    def _pretrain(self, generated: ImageSet, views: NoisyViews, trainer: Trainer, generator: torch.Generator) -> None:
+        """Train the network on another method's images."""
+        images = to_unit_range(generated.images)
+        labels = torch.zeros(len(images), dtype=torch.int64) if generated.labels is None else generated.labels
         rows = torch.cat([views.rows(part.to(self.torch_device)) for part in images.split(500)])
-        sizes = (self.warm_steps, self.warm_batch, self.warm_rate)
-        training.learn(rows, labels.to(rows.device), views, *sizes, generator, self._checkpoints.loop)
-
-    def _train_as_published(self, vault: Vault, views: Views, training: Training, generator: torch.Generator) -> None:
-        """Algorithm 1, for comparison, at several noise levels: the exact images in both terms of Eq. 8."""
-        images, labels = vault.unprotected(f"as published: {LEAK}")
-        labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        device, size = self.torch_device, min(PUBLISHED_BATCH, len(images))
-        slope = Slope(views.published_loss, training.network)
-        for step in self._checkpoints.loop("network", self.steps, training=training, generator=generator):
-            chosen = torch.randint(len(images), (size,), generator=generator, device=device)
-            batch = images[chosen.to(images.device)].to(device).float() / 127.5 - 1
-            kinds = labels[chosen.to(labels.device)].to(device)
-            normals = torch.randn(size, views.draws, generator=generator, device=device)
-            slices = torch.randn(size, views.dimension, generator=generator, device=device)
-            answers = randomised_response(slices, self.epsilon, self.nearest, generator)
-            gradients = slope(views.rows(batch), kinds, normals, slices, slices[answers])
-            training.step(gradients, self.learning_rate * warm_cosine(step, self.steps))
+        pretrain(trainer, rows, labels.to(rows.device), views, self.warm_start, generator, self._checkpoints)
 
     # -- parts --------------------------------------------------------------------------------------------
 
     def _space(self, public: PublicFacts) -> tuple[int, int, int]:
-        """What the network sees: the image's shape, or that of an autoencoder's maps."""
-        return maps_shape(public.shape) if self.autoencoder else public.shape
+        """Return the shape that the network sees: of images, or of an autoencoder's latents."""
+        return latent_shape(public.shape) if self.autoencoder else public.shape
 
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         halvings = max(1, math.ceil(math.log2(max(self._space(public)[1:]) / MIDDLE)))
@@ -245,13 +189,17 @@ class GradientEstimation(WarmStart):
         _, height, width = self._space(public)
         return middle_size((height, width), self._widths(public))
 
-    def _code(self, public: PublicFacts) -> Code:
-        return Code(self.residual, public.shape, self._middle(public), self.torch_device)
+    def _views(self, public: PublicFacts, **options: Any) -> NoisyViews:
+        middle, device = self._middle(public), self.torch_device
+        code = CodebookEncoder(self.residual, public.shape, middle, device) if self.residual else None
+        autoencoder = load_autoencoder(device) if self.autoencoder else None
+        shape = self._space(public)
+        return NoisyViews(self.score_settings, shape, middle, code=code, autoencoder=autoencoder, **options)
 
-    def _network(self, public: PublicFacts) -> Score:
+    def _new_network(self, public: PublicFacts) -> ScoreNetwork:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            network = Score(
+            network = ScoreNetwork(
                 self._space(public)[0],
                 len(public.classes),
                 kind=self.network,
@@ -276,23 +224,23 @@ class GradientEstimation(WarmStart):
         return load_autoencoder(self.torch_device).decode(maps, self._fitted().shape)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
-        """(images or an autoencoder's maps for these labels, share of trajectories that were accepted)."""
-        public, device = self._fitted(), self.torch_device
-        levels = noise_levels(self.sampling_levels, *self.levels)
+        """Return (images or latents for these labels, share of accepted trajectories)."""
+        public, device, settings = self._fitted(), self.torch_device, self.sampling
+        levels = noise_levels(settings.levels, self.score_settings.lowest, self.score_settings.highest)
         x = levels[0] * torch.randn(len(labels), *self._space(public), generator=generator, device=device)
         code = None
-        if self.residual:  # noise in the place of a code (paper, Fig. 3); one for each image
+        if self.residual:  # noise in place of a code (paper, Fig. 3); one for each image
             size = (len(labels), codebook.WIDTH, *self._middle(public))
             code = torch.randn(size, generator=generator, device=device)
-        return annealed(
-            Landscape(self.network_, labels, code),
+        return annealed_sampling(
+            LearnedDensity(self.network_, labels, code),
             x,
             levels,
             generator,
             sampler=self.sampler,
-            step_size=self.step_size,
-            steps=self.leapfrogs,
-            momentum=self.momentum,
+            step_size=settings.step_size,
+            steps=settings.leapfrogs,
+            momentum=settings.momentum,
         )
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -300,21 +248,5 @@ class GradientEstimation(WarmStart):
 
     def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
         self.counts_ = state["counts"]
-        self.network_ = self._network(public).requires_grad_(False).eval()
-        own = {name.removeprefix("network."): value for name, value in state.items() if name != "counts"}
-        self.network_.load_state_dict(own)
-
-
-def randomised_response(vectors: torch.Tensor, epsilon: float, k: int, generator: torch.Generator) -> torch.Tensor:
-    """Eq. 6: each vector's own index, or that of another of its `k` nearest by cosine, [N].
-
-    It perturbs vectors that were drawn without the data. That is the leak: nothing of the data is perturbed.
-    """
-    unit = torch.nn.functional.normalize(vectors, dim=1)
-    near = (unit @ unit.T).topk(min(k, len(vectors)), 1).indices
-    own = torch.arange(len(vectors), device=vectors.device)
-    others = near[near != own[:, None]].view(len(vectors), -1)
-    keep = 1 / (1 + others.shape[1] * math.exp(-epsilon))
-    kept = torch.rand(len(vectors), generator=generator, device=vectors.device) < keep
-    pick = torch.randint(others.shape[1], (len(vectors), 1), generator=generator, device=vectors.device)
-    return torch.where(kept, own, others.gather(1, pick)[:, 0])
+        self.network_ = self._new_network(public).requires_grad_(False).eval()
+        self.network_.load_state_dict(state_below(state, "network."))

@@ -1,41 +1,26 @@
-"""The methods by their keys."""
+"""The methods by their keys: built-in ones, and those that other packages register."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sfumato.certificate.issue import content_digest, file_digest
 from sfumato.data import DataError, PublicFacts
-from sfumato.methods.atelier import Atelier
 from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
-from sfumato.methods.dm import DistributionMatching
-from sfumato.methods.dp_kernel import KernelGenerator
-from sfumato.methods.dp_lflow import LatentFlow
-from sfumato.methods.dp_mepf import PerceptualEmbedding
-from sfumato.methods.dp_merf import MeanEmbedding
-from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
-from sfumato.methods.dpmix import Mixer
-from sfumato.methods.pge import GradientEstimation
 
-_TYPES: tuple[type[Synthesizer], ...] = (
-    MeanEmbedding,
-    PerceptualEmbedding,
-    KernelGenerator,
-    Atelier,
-    LatentFlow,
-    GradientEstimation,
-    NonlinearCondenser,
-    LinearCondenser,
-    Mixer,
-    DistributionMatching,
-)
-METHODS: dict[str, type[Synthesizer]] = {method.key: method for method in _TYPES}
 DEFAULT = "auto"
-BY_DEVICE = {"cuda": Atelier.key, "cpu": MeanEmbedding.key}  # best there in a few minutes, by our measurements
+DEFAULT_BY_DEVICE = {"cuda": "atelier", "cpu": "dp-merf"}  # most accurate within a few minutes, as measured
+ENTRY_POINTS = "sfumato.methods"  # entry point group of methods from other packages
+METHODS: dict[str, type[Synthesizer]] = {}
+
+M = TypeVar("M", bound=type[Synthesizer])
 
 
 @dataclass(frozen=True)
@@ -48,41 +33,55 @@ class MethodInfo:
     guarantee: str
 
 
+def register(method: M) -> M:
+    """Register a method under its key; usable as a class decorator.
+
+    Raise `ValueError` if another class has that key.
+    """
+    if METHODS.get(method.key, method) is not method:
+        raise ValueError(f"there is a method {method.key!r} already ({METHODS[method.key].__name__})")
+    METHODS[method.key] = method
+    return method
+
+
+def method_type(key: str) -> type[Synthesizer]:
+    """Return the class of a method. Raise `ValueError` for an unknown key; the message names the nearest one."""
+    _load_entry_points()
+    if key not in METHODS:
+        near = difflib.get_close_matches(key, METHODS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
+        raise ValueError(f"there is no method {key!r}; {hint}")
+    return METHODS[key]
+
+
 def list_methods() -> list[MethodInfo]:
-    """What there is: key, paper, what it does, what it guarantees."""
+    """List the available methods: key, paper, summary, guarantee."""
+    _load_entry_points()
     return [MethodInfo(m.key, m.paper, m.summary, m.guarantee) for m in METHODS.values()]
 
 
 def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
-    """A method by its key, with parameters by name; unknown ones are errors that name the nearest.
+    """Return a method by its key, with parameters by name.
 
-    `auto` is `atelier` on a GPU, and `dp-merf` otherwise. Parameters that are not given are those that go with the ones
-    that are (`suited` of the method's class) and, without a GPU, finish in minutes there (`on_cpu`).
+    - method: a key of `list_methods`; `auto`: `atelier` on a GPU, `dp-merf` without one.
+    - params: parameters of the method. An unknown name is an error that names the nearest one.
     """
     if method == DEFAULT:
-        method = BY_DEVICE.get(chosen_device(params.get("device", "auto")).type, MeanEmbedding.key)
-    if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
-        raise ValueError(f"there is no method {method!r}; {hint}")
-    kind = METHODS[method]
+        method = DEFAULT_BY_DEVICE.get(chosen_device(params.get("device", "auto")).type, DEFAULT_BY_DEVICE["cpu"])
+    kind = method_type(method)
     kind.check_params(params)
-    model = kind(**params)
-    own = kind.on_cpu if chosen_device(model.device).type == "cpu" else {}
-    suited: dict[str, Any] = {}
-    for (name, value), others in kind.suited.items():
-        if {**model.get_params(), **own, **suited, **params}[name] == value:
-            suited = {**others, **suited}
-    return model.set_params(**{**own, **suited, **params}).validate()
+    return kind(**params).validate()
 
 
 def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
-    """A model that `fit` or `save` left in `folder`."""
+    """Return the model that `fit` or `save` wrote to `folder`."""
     source = Path(folder)
     try:
         content = json.loads((source / "config.json").read_text("utf-8"))
         if content["format"] != FORMAT:
-            raise DataError(f"{source}: format {content['format']!r} is not {FORMAT!r}")
+            found = content["format"]
+            older = " of sfumato 0.1.0; fit again, or use that version" if found == "sfumato-model/1" else ""
+            raise DataError(f"{source} holds a model of format {found!r}{older}. This version reads {FORMAT!r}")
         facts = content["public"]
         public = PublicFacts(**{**facts, "shape": tuple(facts["shape"]), "classes": tuple(facts["classes"])})
         stated = json.loads((source / "certificate.json").read_text("utf-8"))
@@ -94,10 +93,20 @@ def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
                 raise DataError(f"{source} holds no finished model: {name} is missing")
             if covered.get(name) != file_digest(source / name):
                 raise DataError(f"{source / name} is not the file that the run's certificate covers; nothing was drawn")
-        model = create(content["method"]).from_json({**content["parameters"], "device": device})
-        return model._load(source, public)
+        kind = method_type(content["method"])
+        return kind.from_json({**content["parameters"], "device": device})._load(source, public)
     except FileNotFoundError as error:
         missing = Path(str(error.filename)).name
         raise DataError(f"{source} holds no finished model: {missing} is missing") from None
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise DataError(f"{source} does not hold a model of this package: {error}") from None
+
+
+@cache
+def _load_entry_points() -> None:
+    """Register the methods of other packages, once. A broken one is a warning, not an error."""
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            register(point.load())
+        except Exception as error:
+            warnings.warn(f"the method {point.name!r} of {point.value} cannot be loaded: {error}", stacklevel=2)

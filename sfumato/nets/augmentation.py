@@ -1,11 +1,10 @@
-"""Differentiable siamese augmentation (Zhao and Bilen, ICML 2021).
+"""Differentiable Siamese augmentation (Zhao and Bilen, ICML 2021), and a small random affine warp.
 
-One operation of six, drawn at random, with random strength: colour, shift, cutout, mirror, scale, rotation. It is drawn
-first and applied afterwards, so that real and synthetic images can be treated alike. All six run as one: a change of
-colour, a warp and a mask, each at rest unless it was drawn. So a batch may mix operations, no operation is a loop, and
-nothing is asked of the host: it can be captured in a graph.
-
-`moved` is another thing: each image a little turned, scaled and shifted, all at once.
+Each image gets one of six operations with random strength: colour, shift, cutout, scale, rotation, mirror. The
+parameters are drawn first and applied afterwards, so real and synthetic images can get the same augmentation. All six
+operations are computed as one colour transform, one warp and one mask, which are the identity unless drawn. So a batch
+can mix operations, there is no loop over operations and no synchronisation with the host, and a CUDA graph can capture
+the augmentation.
 """
 
 from __future__ import annotations
@@ -17,98 +16,104 @@ import torch
 from torch.nn import functional
 
 BRIGHTNESS, SATURATION, CONTRAST = 1.0, 2.0, 0.5
-SHIFT, CUTOUT, SCALE, ROTATION = 0.125, 0.5, 1.2, 15.0
-MOVED_ANGLE, MOVED_SCALE, MOVED_SHIFT = 8.0, 0.06, 0.05  # degrees, a part, sides
+SHIFT, CUTOUT, SCALE, ROTATION = 0.125, 0.5, 1.2, 15.0  # fraction of the side, fraction of the side, factor, degrees
+WARP_ANGLE, WARP_SCALE, WARP_SHIFT = 8.0, 0.06, 0.05  # degrees, relative, fraction of the side
 OPERATIONS = ("colour", "shift", "cutout", "scale", "rotate", "mirror")
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Strengths for [n] images or classes, a row of `table` for each.
+    """Augmentation parameters of n images or classes.
 
-    Columns: brightness (added), saturation and contrast (factors); the warp, 2 × 3, in the coordinates of PyTorch's
-    `affine_grid`; the middle of the blackened square, down and right in pixels, far outside for none.
+    - table: [n, 11]. Columns: brightness (added), saturation and contrast (factors); the 2 × 3 matrix of the warp in
+      the coordinates of `torch.nn.functional.affine_grid`; row and column of the centre of the cutout square in
+      pixels, far outside the image for no cutout.
     """
 
     table: torch.Tensor
 
     def __getitem__(self, index: torch.Tensor | slice) -> Augmentation:
-        """Those of some images; of classes, with the images' labels for an index."""
+        """Return the parameters of a subset; for parameters of classes, the index is the labels of the images."""
         return Augmentation(self.table[index])
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """`images` [n, C, H, W] in [-1, 1], changed; what enters from outside is black."""
+        """Return augmented images [n, C, H, W] for images in [-1, 1]; pixels from outside the image are black."""
         brightness, saturation, contrast = self.table[:, :3, None, None, None].unbind(1)
         images = images + brightness
         images = torch.lerp(images.mean(1, keepdim=True), images, saturation)
         images = torch.lerp(images.mean((1, 2, 3), keepdim=True), images, contrast)
         height, width = images.shape[2:]
-        grid = self._places(height, width) @ self.table[:, 3:9].view(-1, 2, 3).mT
+        grid = self._coordinates(height, width) @ self.table[:, 3:9].view(-1, 2, 3).mT
         warped = functional.grid_sample(images + 1, grid.unflatten(1, (height, width)), align_corners=False)
-        return warped * self._kept(height, width) - 1
+        return warped * self._cutout_mask(height, width) - 1
 
-    def _places(self, height: int, width: int) -> torch.Tensor:
-        """Where pixels are, as (right, down, 1) in [-1, 1]: [pixels, 3]."""
-        down, right = ((2 * torch.arange(size, device=self.table.device) + 1) / size - 1 for size in (height, width))
-        down, right = down[:, None].expand(height, width), right.expand(height, width)
-        return torch.stack([right, down, torch.ones_like(down)], 2).flatten(0, 1)
+    def _coordinates(self, height: int, width: int) -> torch.Tensor:
+        """Return homogeneous pixel coordinates (x, y, 1) in [-1, 1], [pixels, 3]."""
+        y, x = ((2 * torch.arange(size, device=self.table.device) + 1) / size - 1 for size in (height, width))
+        y, x = y[:, None].expand(height, width), x.expand(height, width)
+        return torch.stack([x, y, torch.ones_like(y)], 2).flatten(0, 1)
 
-    def _kept(self, height: int, width: int) -> torch.Tensor:
-        """0 inside the square, of half the side, that is cut out; 1 elsewhere: [n, 1, H, W]."""
-        down, right = (
+    def _cutout_mask(self, height: int, width: int) -> torch.Tensor:
+        """Return 0 inside the cutout square, whose side is half of the image's, and 1 elsewhere: [n, 1, H, W]."""
+        rows, columns = (
             (torch.arange(size, device=self.table.device) - self.table[:, column, None]).abs() > CUTOUT * size / 2
             for column, size in ((9, height), (10, width))
         )
-        return down[:, None, :, None] | right[:, None, None, :]
+        return rows[:, None, :, None] | columns[:, None, None, :]
 
 
 def draw_augmentation(
-    count: int, size: tuple[int, int], generator: torch.Generator, *, flip: bool = True, together: bool = False
+    count: int, size: tuple[int, int], generator: torch.Generator, *, flip: bool = True, same_operation: bool = False
 ) -> Augmentation:
-    """Random strengths for `count` images or classes of this height and width; `together`: all the same operation.
+    """Draw augmentation parameters.
 
-    Digits and letters should not be flipped.
+    - count: number of images or classes.
+    - size: height and width of the images.
+    - generator: draws the parameters, on its device.
+    - flip: include mirroring, default True; False for digits and letters.
+    - same_operation: use one operation for all, default False.
     """
     device = generator.device
     kinds = len(OPERATIONS) if flip else len(OPERATIONS) - 1
-    choice = torch.randint(kinds, (1 if together else count,), generator=generator, device=device)
-    chance = torch.rand(count, 5, generator=generator, device=device)
+    choice = torch.randint(kinds, (1 if same_operation else count,), generator=generator, device=device)
+    uniform = torch.rand(count, 5, generator=generator, device=device)
     height, width = size
 
-    def strength(name: str, values: torch.Tensor, rest: float) -> torch.Tensor:
-        return torch.where(choice == OPERATIONS.index(name), values, rest)
+    def if_chosen(operation: str, values: torch.Tensor, identity: float) -> torch.Tensor:
+        return torch.where(choice == OPERATIONS.index(operation), values, identity)
 
-    factor = strength("scale", SCALE ** (2 * chance[:, 0] - 1), 1.0)
-    angle = strength("rotate", (2 * chance[:, 0] - 1) * math.radians(ROTATION), 0.0)
-    mirrored = strength("mirror", torch.sign(chance[:, 0] - 0.5), 1.0)
-    down, right = (
-        strength("shift", ((2 * chance[:, axis] - 1) * SHIFT * side).round() * 2 / side, 0.0)
+    scale = if_chosen("scale", SCALE ** (2 * uniform[:, 0] - 1), 1.0)
+    angle = if_chosen("rotate", (2 * uniform[:, 0] - 1) * math.radians(ROTATION), 0.0)
+    mirror = if_chosen("mirror", torch.sign(uniform[:, 0] - 0.5), 1.0)
+    shift_y, shift_x = (
+        if_chosen("shift", ((2 * uniform[:, axis] - 1) * SHIFT * side).round() * 2 / side, 0.0)
         for axis, side in enumerate(size)
     )
-    cos, sin = factor * angle.cos(), factor * angle.sin()
+    cos, sin = scale * angle.cos(), scale * angle.sin()
     columns = [
-        strength("colour", BRIGHTNESS * (chance[:, 0] - 0.5), 0.0),
-        strength("colour", SATURATION * chance[:, 1], 1.0),
-        strength("colour", chance[:, 2] + CONTRAST, 1.0),
-        *(cos * mirrored, -sin * (height / width), right),
-        *(sin * mirrored * (width / height), cos, down),
-        *(strength("cutout", (chance[:, 3 + axis] * side).floor(), -9.0 * side) for axis, side in enumerate(size)),
+        if_chosen("colour", BRIGHTNESS * (uniform[:, 0] - 0.5), 0.0),
+        if_chosen("colour", SATURATION * uniform[:, 1], 1.0),
+        if_chosen("colour", uniform[:, 2] + CONTRAST, 1.0),
+        *(cos * mirror, -sin * (height / width), shift_x),
+        *(sin * mirror * (width / height), cos, shift_y),
+        *(if_chosen("cutout", (uniform[:, 3 + axis] * side).floor(), -9.0 * side) for axis, side in enumerate(size)),
     ]
     return Augmentation(torch.stack(columns, 1))
 
 
-def moved(images: torch.Tensor, generator: torch.Generator, strength: float = 1.0) -> torch.Tensor:
-    """Each image [N, C, H, W] turned by up to 8 degrees, scaled by 6 % and shifted by 5 % of its sides, times strength.
+def small_affine_warp(images: torch.Tensor, generator: torch.Generator, strength: float = 1.0) -> torch.Tensor:
+    """Rotate, scale and shift each image [N, C, H, W] at random; border pixels are repeated outside.
 
-    Pixels of the border go on outside.
+    - generator: draws the parameters.
+    - strength: factor of the maxima, which are 8 degrees, 6 % and 5 % of the side; default 1.
     """
     height, width = images.shape[2:]
-    chance = strength * (2 * torch.rand(5, len(images), generator=generator, device=generator.device) - 1)
-    angle, (right, down) = math.radians(MOVED_ANGLE) * chance[0], 2 * MOVED_SHIFT * chance[3:]
-    across, along = 1 + MOVED_SCALE * chance[1:3]
+    uniform = strength * (2 * torch.rand(5, len(images), generator=generator, device=generator.device) - 1)
+    angle, (shift_x, shift_y) = math.radians(WARP_ANGLE) * uniform[0], 2 * WARP_SHIFT * uniform[3:]
+    scale_x, scale_y = 1 + WARP_SCALE * uniform[1:3]
     rows = [
-        torch.stack([across * angle.cos(), -along * angle.sin() * (height / width), right], 1),
-        torch.stack([across * angle.sin() * (width / height), along * angle.cos(), down], 1),
+        torch.stack([scale_x * angle.cos(), -scale_y * angle.sin() * (height / width), shift_x], 1),
+        torch.stack([scale_x * angle.sin() * (width / height), scale_y * angle.cos(), shift_y], 1),
     ]
     grid = functional.affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)
     return functional.grid_sample(images, grid, padding_mode="border", align_corners=False)

@@ -1,9 +1,8 @@
-"""The classifiers of the evaluation protocol, for images of any size from 8 pixels on.
+"""Classifiers of the evaluation protocol, for images of 8 pixels per side or more.
 
-`mlp`, `small_cnn`: those of the DP papers. `convnet`: that of dataset condensation (three blocks, instance norm).
-`resnet18`: He et al., with a stem for small images. `resnet9`: FFCV's, DP-MEPF's measure. `lenet`, `alexnet`, `vgg11`:
-the condensation papers' other ones. (Logistic regression is fitted, not trained: see
-`evaluate/classifiers.py`.)
+`mlp` and `small_cnn` are the classifiers of the DP papers; `convnet`, `lenet`, `alexnet` and `vgg11` those of the
+dataset condensation papers; `resnet9` that of DP-MEPF; `resnet18` is the standard network with a stem for small images.
+Logistic regression is in `evaluate/utility.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.nets.fused import NormReluPool
+from sfumato.nets.norm_relu_pool import NormReluPool
 
 Shape = tuple[int, int, int]
 Builder = Callable[[Shape, int], nn.Module]
 
 
 def mlp(shape: Shape, classes: int) -> nn.Module:
-    """Two hidden layers of 128."""
+    """Multilayer perceptron with two hidden layers of width 128."""
     channels, height, width = shape
     return nn.Sequential(
         nn.Flatten(),
@@ -34,11 +33,11 @@ def mlp(shape: Shape, classes: int) -> nn.Module:
 
 
 def small_cnn(shape: Shape, classes: int) -> nn.Module:
-    """Two convolutions with pooling, one hidden layer."""
+    """CNN of two convolutions with max pooling and one hidden layer."""
     channels, height, width = shape
     return nn.Sequential(
-        *_block(channels, 32),
-        *_block(32, 64),
+        *_conv_pool(channels, 32),
+        *_conv_pool(32, 64),
         nn.Flatten(),
         nn.Linear(64 * (height // 4) * (width // 4), 128),
         nn.ReLU(),
@@ -47,18 +46,18 @@ def small_cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 def convnet(shape: Shape, classes: int) -> nn.Module:
-    """Three blocks of convolution (128), instance norm, ReLU, average pooling (Gidaris and Komodakis)."""
+    """ConvNet (Gidaris and Komodakis 2018): three blocks of convolution, instance norm, ReLU and average pooling."""
     channels, height, width = shape
     layers: list[nn.Module] = []
-    for depth, entering in enumerate((channels, 128, 128)):
-        # Images of 28 pixels are padded to 32 at the entry, as the condensation papers do.
+    for depth, inputs in enumerate((channels, 128, 128)):
+        # 28 pixels are padded to 32, as in the condensation papers.
         padding = 3 if depth == 0 and height == width == 28 else 1
-        layers += [nn.Conv2d(entering, 128, 3, padding=padding), NormReluPool(128)]
+        layers += [nn.Conv2d(inputs, 128, 3, padding=padding), NormReluPool(128)]
     return _with_head(nn.Sequential(*layers, nn.Flatten()), shape, classes)
 
 
 def lenet(shape: Shape, classes: int) -> nn.Module:
-    """LeCun et al. with ReLU and max pooling."""
+    """LeNet (LeCun et al. 1998) with ReLU and max pooling."""
     body = nn.Sequential(
         nn.Conv2d(shape[0], 6, 5, padding=2),
         nn.ReLU(),
@@ -76,7 +75,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
 
 def alexnet(shape: Shape, classes: int) -> nn.Module:
-    """The condensation papers' small AlexNet: five convolutions, no dense hidden layer."""
+    """AlexNet (Krizhevsky et al. 2012) as in the condensation papers: five convolutions, no hidden dense layer."""
     channels = shape[0]
     body = nn.Sequential(
         nn.Conv2d(channels, 128, 5, padding=4 if channels == 1 else 2),
@@ -98,30 +97,30 @@ def alexnet(shape: Shape, classes: int) -> nn.Module:
 
 
 def vgg11(shape: Shape, classes: int) -> nn.Module:
-    """Simonyan and Zisserman, with batch norm; pooling stops at two pixels across."""
+    """VGG-11 (Simonyan and Zisserman 2015) with batch norm; no pooling below 4 pixels per side."""
     layers: list[nn.Module] = []
-    entering, across = shape[0], min(shape[1:])
+    inputs, side = shape[0], min(shape[1:])
     for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
         if width:
-            layers += [nn.Conv2d(entering, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-            entering = width
-        elif across >= 4:
+            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+            inputs = width
+        elif side >= 4:
             layers.append(nn.MaxPool2d(2))
-            across //= 2
+            side //= 2
     return _with_head(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), shape, classes)
 
 
-class ResNet(nn.Module):
-    """ResNet-18 (He et al.) with a 3×3 stem of stride 1, for images of up to 64 pixels."""
+class ResNet18(nn.Module):
+    """ResNet-18 (He et al. 2016) with a 3×3 stem of stride 1, for images of at most 64 pixels per side."""
 
     def __init__(self, shape: Shape, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
         blocks: list[nn.Module] = []
-        entering = 64
+        inputs = 64
         for width, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), (512, 1)):
-            blocks.append(Residual(entering, width, stride))
-            entering = width
+            blocks.append(BasicBlock(inputs, width, stride))
+            inputs = width
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(512, classes)
 
@@ -131,58 +130,58 @@ class ResNet(nn.Module):
         return logits
 
 
-class Residual(nn.Module):
-    """Two 3×3 convolutions and a way around them."""
+class BasicBlock(nn.Module):
+    """Residual block of two 3×3 convolutions with batch norm."""
 
-    def __init__(self, entering: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(entering, width, 3, stride, 1, bias=False),
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, 1, 1, bias=False),
             nn.BatchNorm2d(width),
         )
-        self.around: nn.Module = nn.Identity()
-        if stride > 1 or entering != width:
-            self.around = nn.Sequential(nn.Conv2d(entering, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.body(maps) + self.around(maps))
+        return functional.relu(self.body(maps) + self.shortcut(maps))
 
 
 def resnet9(shape: Shape, classes: int) -> nn.Module:
-    """The fast residual network of FFCV's CIFAR-10 example, by which the paper of DP-MEPF measures."""
-    narrowing = 0 if min(shape[1:]) >= 12 else 1  # a padding: three pixels across must be left
+    """ResNet-9 of the CIFAR-10 example of FFCV (Leclerc et al. 2023), the classifier of the DP-MEPF paper."""
+    padding = 0 if min(shape[1:]) >= 12 else 1  # without padding a 3×3 convolution needs maps of 3 pixels per side
     body = nn.Sequential(
-        *_normed(shape[0], 64, 3, 1, 1),
-        *_normed(64, 128, 5, 2, 2),
-        Added(*_normed(128, 128, 3, 1, 1), *_normed(128, 128, 3, 1, 1)),
-        *_normed(128, 256, 3, 1, 1),
+        *_conv_norm(shape[0], 64, 3, 1, 1),
+        *_conv_norm(64, 128, 5, 2, 2),
+        SkipConnection(*_conv_norm(128, 128, 3, 1, 1), *_conv_norm(128, 128, 3, 1, 1)),
+        *_conv_norm(128, 256, 3, 1, 1),
         nn.MaxPool2d(2),
-        Added(*_normed(256, 256, 3, 1, 1), *_normed(256, 256, 3, 1, 1)),
-        *_normed(256, 128, 3, 1, narrowing),
+        SkipConnection(*_conv_norm(256, 256, 3, 1, 1), *_conv_norm(256, 256, 3, 1, 1)),
+        *_conv_norm(256, 128, 3, 1, padding),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
     )
     return _with_head(body, shape, classes)
 
 
-class Added(nn.Sequential):
-    """What the layers make of maps is added to these."""
+class SkipConnection(nn.Sequential):
+    """Sequence of layers whose output is added to their input."""
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        made = maps
+        output = maps
         for layer in self:
-            made = layer(made)
-        return maps + made
+            output = layer(output)
+        return maps + output
 
 
-NETWORKS: dict[str, Builder] = {
+CLASSIFIER_NETWORKS: dict[str, Builder] = {
     "mlp": mlp,
     "small_cnn": small_cnn,
     "convnet": convnet,
-    "resnet18": ResNet,
+    "resnet18": ResNet18,
     "resnet9": resnet9,
     "lenet": lenet,
     "alexnet": alexnet,
@@ -190,16 +189,16 @@ NETWORKS: dict[str, Builder] = {
 }
 
 
-def _block(entering: int, width: int) -> list[nn.Module]:
-    return [nn.Conv2d(entering, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+def _conv_pool(inputs: int, width: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 
 
-def _normed(entering: int, width: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
-    return [nn.Conv2d(entering, width, kernel, stride, padding, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+def _conv_norm(inputs: int, width: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, kernel, stride, padding, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
 
 
 def _with_head(body: nn.Sequential, shape: Shape, classes: int) -> nn.Module:
-    """`body` and a linear head as wide as its output is for such images."""
+    """Return `body` with a linear head; the number of features is found by a forward pass on zeros."""
     with torch.no_grad():
         width = body(torch.zeros(1, *shape)).shape[1]
     return nn.Sequential(body, nn.Linear(width, classes))

@@ -1,11 +1,12 @@
-"""The score of noisy images: a U-Net in proportions that suit every noise level, itself or as the slope of an energy.
+"""Score network with the preconditioning of Karras et al. (2022), and its score-matching losses.
 
-Images x0 of about unit scale, with noise of standard deviation s on them, x = x0 + s n. The score is that of x, i.e.
-(D - x) / s^2 for D the mean of x0 given x. Proportions are those of Karras et al. (2022): D = a x + b F(c x), and what
-F should be has unit variance at every level.
+A noisy image is x = x0 + s n, with x0 of scale d (`SIGMA_DATA`) and standard normal n. Its score is (D - x) / s²,
+where D is the conditional mean of x0 given x. The network F enters as D = a x + b F(c x), with a, b and c such that the
+target of F has unit variance at every noise level s.
 
-`score`: F is what the U-Net G gives. `energy`: F is the slope of <u, G(u)>, so the score is minus the slope of
-U(x) = |x|^2 / (2 (s^2 + d^2)) - (d / s) <u, G(u)>, u = c x, which is at hand: a Metropolis test is then exact.
+- `score`: F is the output of the U-Net G.
+- `energy`: F is the gradient of <u, G(u)>. The score is then minus the gradient of the energy
+  U(x) = |x|² / (2 (s² + d²)) - (d / s) <u, G(u)> with u = c x. Since U is known, a Metropolis test is exact.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from torch.func import grad_and_value, vjp
 
 from sfumato.nets.unet import UNet
 
-DATA = 0.5  # d: the scale of images, public
-KINDS = ("score", "energy")
+SIGMA_DATA = 0.5  # d: assumed standard deviation of the images, public
+SCORE_KINDS = ("score", "energy")
 
 
-class Score(nn.Module):
-    """Noisy images [N, C, H, W], levels s [N], labels [N], codes or None, to scores [N, C, H, W]."""
+class ScoreNetwork(nn.Module):
+    """Map noisy images [N, C, H, W], noise levels [N], labels [N] and optional codes to scores [N, C, H, W].
+
+    - channels: of the images.
+    - classes: number of classes.
+    - kind: "score" (default) or "energy".
+    - widths: channels of the U-Net at each resolution.
+    - code: channels of the codes; 0 (default): no codes.
+    """
 
     def __init__(
         self, channels: int, classes: int, *, kind: str = "score", widths: tuple[int, ...] = (32, 64, 64), code: int = 0
@@ -40,58 +48,57 @@ class Score(nn.Module):
     def with_energy(
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores, and energies [N] if there are any: minus the logarithm of a density, up to a constant of each level
-        and label."""
+        """Return scores, and energies [N] if `kind` is "energy".
+
+        The energy is the negative log-density up to a constant for each noise level and label.
+        """
         s = levels.view(-1, 1, 1, 1)
-        total = s.square() + DATA**2
-        field, value = self.field(noisy, levels, labels, code)
-        score = DATA / (s * total.sqrt()) * field - noisy / total
-        if value is None:
+        variance = s.square() + SIGMA_DATA**2
+        field, potential = self.field(noisy, levels, labels, code)
+        score = SIGMA_DATA / (s * variance.sqrt()) * field - noisy / variance
+        if potential is None:
             return score, None
-        return score, (noisy.square() / (2 * total)).flatten(1).sum(1) - DATA / levels * value
+        return score, (noisy.square() / (2 * variance)).flatten(1).sum(1) - SIGMA_DATA / levels * potential
 
     def field(
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """F, and what it is the slope of."""
-        inputs = (noisy / (levels.view(-1, 1, 1, 1).square() + DATA**2).sqrt()).to(self.unet.entry.weight.dtype)
-        told = levels.log() / 4
+        """Return F, and the potential whose gradient is F if `kind` is "energy"."""
+        inputs = (noisy / (levels.view(-1, 1, 1, 1).square() + SIGMA_DATA**2).sqrt()).to(self.unet.entry.weight.dtype)
+        log_levels = levels.log() / 4
         if self.kind == "score":
-            field: torch.Tensor = self.unet(inputs, told, labels, code)
+            field: torch.Tensor = self.unet(inputs, log_levels, labels, code)
             return field.float(), None
 
         def potential(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            each = _dot(u, self.unet(u, told, labels, code).float())
-            return each.sum(), each
+            values = _dot(u, self.unet(u, log_levels, labels, code).float())
+            return values.sum(), values
 
-        slope, (_, each) = grad_and_value(potential, has_aux=True)(inputs)
-        return slope.float(), each
-
-
-# -- what F is to learn ---------------------------------------------------------------------------------------
+        gradient, (_, values) = grad_and_value(potential, has_aux=True)(inputs)
+        return gradient.float(), values
 
 
 def denoising_loss(
-    network: Score,
+    network: ScoreNetwork,
     images: torch.Tensor,
     noise: torch.Tensor,
     levels: torch.Tensor,
     labels: torch.Tensor,
     code: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Denoising score matching, [N]: half the mean square by which F misses, w/2 |score + n/s|^2 in other words.
+    """Denoising score matching (Vincent 2011), [N]: half the mean squared error of F, a weighted |score + n / s|² / 2.
 
-    Over all directions at once; a slice of it would have the same mean, and more variance.
+    It uses the whole error; a random projection would have the same mean and a larger variance.
     """
     s = levels.view(-1, 1, 1, 1)
-    total = s.square() + DATA**2
+    variance = s.square() + SIGMA_DATA**2
     noisy = images + s * noise
-    wanted = (images - DATA**2 / total * noisy) * total.sqrt() / (s * DATA)
-    return (network.field(noisy, levels, labels, code)[0] - wanted).square().flatten(1).mean(1) / 2
+    target = (images - SIGMA_DATA**2 / variance * noisy) * variance.sqrt() / (s * SIGMA_DATA)
+    return (network.field(noisy, levels, labels, code)[0] - target).square().flatten(1).mean(1) / 2
 
 
 def sliced_loss(
-    network: Score,
+    network: ScoreNetwork,
     noisy: torch.Tensor,
     slices: torch.Tensor,
     levels: torch.Tensor,
@@ -99,20 +106,21 @@ def sliced_loss(
     code: torch.Tensor | None = None,
     projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sliced score matching, [N]: s^2 (v . d score/dx v + |score|^2 / 2), a mean over pixels.
+    """Sliced score matching (Song et al. 2019), [N]: s² (v . d score/dx v + |score|² / 2), divided by the dimension.
 
-    On average its slope is that of denoising times d^2 / (s^2 + d^2): with equal weights the variance of slices would
-    grow without bound from level to level.
+    The expected gradient is that of `denoising_loss` times d² / (s² + d²). With equal weights the variance of the
+    random projections would grow without bound with the noise level.
 
-    `projected`: directions u for a second term (u . score)^2 / 2, in place of its mean over directions.
+    - slices: directions v.
+    - projected: directions u; the second term is then (u . score)² / 2. Default: its expectation |score|² / 2.
     """
-    # v . J v = v . J' v, and a product with the transpose can be traced.
-    score, back = cast(Any, vjp(lambda x: network(x, levels, labels, code), noisy))
-    (turned,) = back(slices)
+    # v . J v = v . J' v: the vector-Jacobian product can be traced.
+    score, vector_jacobian = cast(Any, vjp(lambda x: network(x, levels, labels, code), noisy))
+    (product,) = vector_jacobian(slices)
     weight = levels.square() / noisy[0].numel()
     squares = _dot(score, score) if projected is None else _dot(projected, score).square()
-    return weight * (_dot(slices, turned) + squares / 2)
+    return weight * (_dot(slices, product) + squares / 2)
 
 
-def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one * other).flatten(1).sum(1)
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).flatten(1).sum(1)

@@ -1,4 +1,4 @@
-"""Several networks of one kind as one module: their weights stacked, all of them run at once."""
+"""Several networks of one architecture as one module with stacked weights, evaluated by `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch.func import functional_call
 
 
 def stacked(networks: Sequence[nn.Module]) -> nn.Module:
-    """A network of the same kind whose parameters and buffers are those of all `networks`, stacked: [networks, ...].
+    """Return a module of the same architecture whose parameters and buffers are stacked: [networks, ...].
 
-    Names stay as they are. It cannot be called itself: `together` calls all networks, `one` takes one out, and
-    `Vault.gradient(by_class=True)` has each image in its class's network.
+    Names do not change. The module cannot be called itself: `apply_stacked` calls all networks, `unstack` returns a
+    copy of one network, and `Vault.gradient(by_class=True)` evaluates each image with the network of its class.
     """
-    whole = copy.deepcopy(networks[0])
-    for path, module in whole.named_modules():
-        others = [network.get_submodule(path) for network in networks]
+    stack = copy.deepcopy(networks[0])
+    for path, module in stack.named_modules():
+        modules = [network.get_submodule(path) for network in networks]
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                values = torch.stack([other.get_parameter(name).detach() for other in others])
+                values = torch.stack([other.get_parameter(name).detach() for other in modules])
                 module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.stack([other.get_buffer(name).detach() for other in others])
-    return whole
+                module._buffers[name] = torch.stack([other.get_buffer(name).detach() for other in modules])
+    return stack
 
 
-def state(whole: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name."""
-    return {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def one(whole: nn.Module, index: int) -> nn.Module:
-    """A copy of one of the networks."""
-    single = copy.deepcopy(whole)
+def unstack(stack: nn.Module, index: int) -> nn.Module:
+    """Return a copy of one of the stacked networks."""
+    single = copy.deepcopy(stack)
     for module in single.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -48,10 +48,10 @@ def one(whole: nn.Module, index: int) -> nn.Module:
     return single
 
 
-def together(whole: nn.Module, *inputs: torch.Tensor) -> Any:
-    """Each network on its own batch: inputs [networks, n, ...], and so is what comes out."""
+def apply_stacked(stack: nn.Module, *inputs: torch.Tensor) -> Any:
+    """Apply each network to its own batch: inputs and outputs are [networks, n, ...]."""
 
     def single(weights: dict[str, torch.Tensor], *batch: torch.Tensor) -> Any:
-        return functional_call(whole, weights, batch)
+        return functional_call(stack, weights, batch)
 
-    return torch.vmap(single)(state(whole), *inputs)
+    return torch.vmap(single)(named_tensors(stack), *inputs)

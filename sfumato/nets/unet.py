@@ -1,7 +1,6 @@
-"""A small U-Net for images with noise on them, told the noise level and the class.
+"""Small U-Net (Ronneberger et al. 2015; Ho et al. 2020), conditioned on noise level and class.
 
-Group norms, no batch norm and no dropout: everything is row-wise, so that it can be trained on one image's gradient at
-a time.
+It has group norm, no batch norm and no dropout: rows are independent, so per-example gradients are defined.
 """
 
 from __future__ import annotations
@@ -18,11 +17,16 @@ GROUPS = 8
 
 
 class UNet(nn.Module):
-    """Images [N, C, H, W], levels [N] and labels [N] to images [N, C, H, W].
+    """Map images [N, C, H, W], noise levels [N] and labels [N] to images [N, C, H, W].
 
-    `widths` are the channels at each resolution, the first at the image's own; each further one halves it. Each has a
-    residual block on the way down and one on the way up, which also sees what the way down had there. With `code`, maps
-    of so many channels, of the size that `middle_size` says, are added to the features in the middle.
+    Each resolution has one residual block on the way down and one on the way up, with a skip connection between them.
+
+    - channels: of the images.
+    - classes: number of classes.
+    - widths: channels at each resolution; the first is the full resolution, each further one halves it.
+    - context: dimension of the embedding of noise level and class, default 64.
+    - code: channels of codes of size `middle_size`, which are added to the features at the lowest resolution; 0
+      (default): no codes.
     """
 
     def __init__(
@@ -32,13 +36,13 @@ class UNet(nn.Module):
         self.classes, self._frequencies = classes, context // 2
         self.context = nn.Sequential(nn.Linear(context + classes, context), nn.SiLU(), nn.Linear(context, context))
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
-        self.down = nn.ModuleList(Block(wide, wide, context) for wide in widths[:-1])
-        self.narrow = nn.ModuleList(nn.Conv2d(wide, wider, 3, 2, 1) for wide, wider in pairwise(widths))
-        self.coded = nn.Conv2d(code, widths[-1], 1) if code else None
-        self.middle = Block(widths[-1], widths[-1], context)
+        self.down = nn.ModuleList(ResidualBlock(width, width, context) for width in widths[:-1])
+        self.downsample = nn.ModuleList(nn.Conv2d(fine, coarse, 3, 2, 1) for fine, coarse in pairwise(widths))
+        self.code_projection = nn.Conv2d(code, widths[-1], 1) if code else None
+        self.middle = ResidualBlock(widths[-1], widths[-1], context)
         upward = list(pairwise(reversed(widths)))
-        self.widen = nn.ModuleList(nn.Conv2d(wide, narrow, 3, padding=1) for wide, narrow in upward)
-        self.up = nn.ModuleList(Block(2 * narrow, narrow, context) for _, narrow in upward)
+        self.upsample = nn.ModuleList(nn.Conv2d(coarse, fine, 3, padding=1) for coarse, fine in upward)
+        self.up = nn.ModuleList(ResidualBlock(2 * fine, fine, context) for _, fine in upward)
         self.last = nn.Sequential(
             nn.GroupNorm(GROUPS, widths[0]), nn.SiLU(), nn.Conv2d(widths[0], channels, 3, padding=1)
         )
@@ -46,45 +50,49 @@ class UNet(nn.Module):
     def forward(
         self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
     ) -> torch.Tensor:
-        steps = torch.arange(self._frequencies, device=images.device) / self._frequencies
-        angles = levels[:, None] * torch.exp(steps * math.log(1000.0))
-        member = labels[:, None] == torch.arange(self.classes, device=labels.device)
-        named = math.sqrt(self._frequencies) * member  # as long as what says the level: it matters as much
-        context = self.context(torch.cat([angles.sin(), angles.cos(), named], 1).to(images.dtype))
-        maps, kept = self.entry(images), []
-        for block, narrow in zip(self.down, self.narrow, strict=True):
-            kept.append(block(maps, context))
-            maps = narrow(kept[-1])
-        if self.coded is not None:
+        exponents = torch.arange(self._frequencies, device=images.device) / self._frequencies
+        angles = levels[:, None] * torch.exp(exponents * math.log(1000.0))
+        one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)
+        label = math.sqrt(self._frequencies) * one_hot  # the norm of the embedding of the noise level
+        context = self.context(torch.cat([angles.sin(), angles.cos(), label], 1).to(images.dtype))
+        maps, skips = self.entry(images), []
+        for block, downsample in zip(self.down, self.downsample, strict=True):
+            skips.append(block(maps, context))
+            maps = downsample(skips[-1])
+        if self.code_projection is not None:
             assert code is not None
-            maps = maps + self.coded(code.to(images.dtype))
+            maps = maps + self.code_projection(code.to(images.dtype))
         maps = self.middle(maps, context)
-        for widen, block in zip(self.widen, self.up, strict=True):
-            beside = kept.pop()
-            maps = widen(functional.interpolate(maps, size=beside.shape[2:], mode="nearest"))
-            maps = block(torch.cat([maps, beside], 1), context)
+        for upsample, block in zip(self.upsample, self.up, strict=True):
+            skip = skips.pop()
+            maps = upsample(functional.interpolate(maps, size=skip.shape[2:], mode="nearest"))
+            maps = block(torch.cat([maps, skip], 1), context)
         return cast(torch.Tensor, self.last(maps))
 
 
 def middle_size(size: tuple[int, int], widths: tuple[int, ...]) -> tuple[int, int]:
-    """Height and width of the maps in the middle of a network with these widths."""
-    halvings = 2 ** (len(widths) - 1)
-    return -(-size[0] // halvings), -(-size[1] // halvings)
+    """Return height and width of the maps at the lowest resolution of a U-Net with these widths."""
+    factor = 2 ** (len(widths) - 1)
+    return -(-size[0] // factor), -(-size[1] // factor)
 
 
-class Block(nn.Module):
-    """Two convolutions with norms before them, added to the input; the context scales and shifts the second norm."""
+class ResidualBlock(nn.Module):
+    """Pre-activation residual block of two convolutions; the context scales and shifts the second norm.
+
+    - inputs, outputs: channels.
+    - context: dimension of the context.
+    """
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.GroupNorm(GROUPS, inputs), nn.GroupNorm(GROUPS, outputs, affine=False)])
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.told = nn.Linear(context, 2 * outputs)
-        self.short = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.scale_shift = nn.Linear(context, 2 * outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        scale, shift = self.told(context)[:, :, None, None].chunk(2, 1)
+        scale, shift = self.scale_shift(context)[:, :, None, None].chunk(2, 1)
         maps = self.norms[1](self.first(functional.silu(self.norms[0](x))))
         maps = self.second(functional.silu(torch.addcmul(shift, maps, 1 + scale)))
-        return cast(torch.Tensor, maps + self.short(x))
+        return cast(torch.Tensor, maps + self.shortcut(x))

@@ -1,4 +1,4 @@
-"""How much privacy may be spent, and what it protects: one image, or one person with all their images."""
+"""The privacy budget of a run and its unit of privacy: one image, or one person with all their images."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Budget:
-    """An (epsilon, delta) budget; `epsilon=inf` asks for no noise, and the certificate says `guarantee: none`.
+    """An (epsilon, delta) budget for one unit of privacy.
 
-    - unit: `image`, or `person`: a person's images, however many, come and go together.
-    - adjacency: `add-remove`: neighbouring sets differ by the presence of one unit; their sizes are private.
-      `replace-one`: they have as many units and differ in one (and its labels).
+    - epsilon: greater than 0. With `inf` no noise is added, and the certificate states `guarantee: none`.
+    - delta: between 0 and 1, default 1e-5.
+    - adjacency: `add-remove` (default): neighbouring data sets differ by the presence of one unit, so the number of
+      units is private. `replace-one`: they have the same number of units and differ in one unit and its labels.
+    - unit: `image` (default), or `person`: all images of one person are added, removed or replaced together.
     """
 
     epsilon: float
@@ -31,7 +33,7 @@ class Budget:
     unit: Unit = "image"
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "delta"):  # whole numbers and NumPy's are welcome; ledgers hold plain ones
+        for name in ("epsilon", "delta"):  # accepts integers and NumPy scalars; ledgers store Python floats
             object.__setattr__(self, name, float(getattr(self, name)))
         if not self.epsilon > 0:
             raise ValueError(f"epsilon must be greater than 0, got {self.epsilon}")
@@ -43,5 +45,5 @@ class Budget:
 
     @property
     def private(self) -> bool:
-        """Whether the budget promises anything at all."""
+        """Whether epsilon is finite, that is, whether the budget promises anything."""
         return math.isfinite(self.epsilon)

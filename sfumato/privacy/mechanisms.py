@@ -1,13 +1,12 @@
 """The Gaussian mechanism, continuous and discrete. The only file that draws privacy noise.
 
-Guarantee: for a sum whose L2 norm changes by at most s when one record is added or removed,
-`sum + N(0, (z s)^2 I)` is the Gaussian mechanism with noise multiplier z, which is the event charged in the
-ledger.
+Formal guarantees: let one added or removed unit change a sum by at most s in L2 norm. Then `sum + N(0, (z s)^2 I)` is
+the Gaussian mechanism with noise multiplier z, which is the event that the ledger charges.
 
-On integer vectors the noise is K ~ exp(-k^2 / 2 sigma^2) on each coordinate, sigma^2 = t^2 + 9, t = z R, where R bounds
-a record's integer norm: at least as private as the continuous mechanism of standard deviation t (proof 3 of
-docs/proofs.md). It leaves no floating-point trace of the sum (Mironov 2012): numbers are exact integers and the sampler
-is OpenDP's, exact and from OS entropy.
+The discrete form adds to each coordinate of an integer sum K ~ exp(-k^2 / 2 sigma^2) with sigma^2 = t^2 + 9, t = z R,
+where R bounds the change of the integer sum. It is as private as continuous noise of standard deviation t (proof 3 of
+docs/proofs.md) and avoids floating-point attacks (Mironov 2012): sums are exact integers, and OpenDP's sampler is exact
+and uses OS entropy.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import torch
 
 from sfumato.privacy.randomness import device_generator, host_generator
 
-SMOOTHING = 3.0  # the s of proof 3
-CHUNK = 20_000  # coordinates for one call of the exact sampler
+SMOOTHING = 3.0  # the 3 of proof 3: sigma^2 = t^2 + SMOOTHING^2
+CHUNK = 20_000  # coordinates per call of the exact sampler
 
 
 def add_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
-    """`total` plus independent Gaussian noise of standard deviation `scale` ("fast": floating point).
+    """Return `total` plus independent Gaussian noise of standard deviation `scale` (the "fast" form).
 
-    Guarantee: the Gaussian mechanism, up to floating-point effects; those are what `add_discrete_gaussian`
-    is for. A scale of zero draws nothing and is charged as no guarantee at all.
+    Guarantee: the Gaussian mechanism up to floating-point effects, which `add_discrete_gaussian` avoids. A scale of 0
+    adds no noise; the accountants charge it as epsilon = inf.
     """
-    _check(scale)
+    _check_scale(scale)
     if scale == 0:
         return total.clone()
     if total.device.type == "cpu":
@@ -41,10 +40,10 @@ def add_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def add_discrete_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
-    """Integer `total` plus exact discrete Gaussian noise. Guarantee: as continuous noise of that scale (proof 3)."""
+    """Return int64 `total` plus discrete noise ("secure"). Guarantee: as private as N(0, scale^2), exact (proof 3)."""
     if total.dtype != torch.int64:
         raise TypeError("the discrete mechanism needs an int64 tensor")
-    _check(scale)
+    _check_scale(scale)
     if scale == 0:
         return total.clone()
     sigma = math.sqrt(scale**2 + SMOOTHING**2)
@@ -55,7 +54,7 @@ def add_discrete_gaussian(total: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _exact_samples(sigma: float, size: int) -> list[int]:
-    """`size` exact samples of the discrete Gaussian. Guarantee: OpenDP's proof of its sampler."""
+    """Return `size` independent discrete Gaussian samples. Guarantee: exact, by OpenDP's proof of its sampler."""
     import opendp.prelude as opendp
 
     opendp.enable_features("contrib")
@@ -65,6 +64,6 @@ def _exact_samples(sigma: float, size: int) -> list[int]:
     return list(measure([0] * size))
 
 
-def _check(scale: float) -> None:
+def _check_scale(scale: float) -> None:
     if not (math.isfinite(scale) and scale >= 0):
         raise ValueError(f"noise scale must be finite and not negative, got {scale}")

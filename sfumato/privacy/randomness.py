@@ -1,7 +1,7 @@
-"""Generators for privacy noise and Poisson samples, seeded by the operating system.
+"""Random generators for privacy noise and Poisson samples, seeded by the operating system.
 
-One is made for each draw and dropped: there is no state to save, to resume, to share after a fork, or to seed from
-outside. (PyTorch's CPU generator keeps 32 bits of its seed, few enough to try them all; NumPy's Philox takes 128.)
+Each draw uses a new generator: there is no state to save, resume, share after a fork, or seed from outside. On the CPU
+the generator is NumPy's Philox with a 128-bit key; PyTorch's CPU generator uses only 32 bits of its seed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 
 def host_generator() -> np.random.Generator:
-    """Return a counter-based generator. Guarantee: its 128-bit key is OS entropy, and used for one draw."""
+    """Return a new Philox generator. Guarantee: its 128-bit key is OS entropy and serves one draw."""
     return np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
 
 
 def device_generator(device: torch.device) -> torch.Generator:
-    """Return PyTorch's Philox on an accelerator. Guarantee: as above, with 63 bits; never on the CPU."""
+    """Return a new Philox generator of an accelerator. Guarantee: its 63-bit seed is OS entropy and serves one draw."""
     if device.type == "cpu":
         raise ValueError("use host_generator on the CPU")
     generator = torch.Generator(device=device)

@@ -1,4 +1,4 @@
-"""Certificates: what is in them, that every edit that matters is named, and that nothing hostile breaks the check."""
+"""Certificates: their content, the detection of every relevant edit, and robustness to hostile files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FACTS = {"method": "test", "parameters": {"epsilon": 1.0}, "public_facts": {"cla
 
 
 def written(ledger: Ledger, budget: Budget, releases: list[Release], **facts: Any) -> Ledger:
-    """The lines that a vault writes: the plan, and a charge for everything in it."""
+    """Write the lines of a vault: the plan, and a charge for each of its releases."""
     plan = calibrate(releases, budget)
     events = [
         {
@@ -47,7 +47,7 @@ def written(ledger: Ledger, budget: Budget, releases: list[Release], **facts: An
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A released folder: two kinds of events, files, the ledger."""
+    """Create the folder of a run: certificate, images, ledger."""
     (place := tmp_path / "run").mkdir()
     with Ledger(place / "ledger.jsonl") as ledger:
         certificate = Certificate.from_ledger(written(ledger, Budget(1), STEPS, **FACTS), issuer="me", subject="scans")
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def test_it_holds(folder: Path) -> None:
+def test_a_valid_certificate_verifies(folder: Path) -> None:
     result = verify(folder / "certificate.json")
     assert result.ok, result.problems
     assert result.guarantee == "differential-privacy"
@@ -94,10 +94,10 @@ def test_unit_account_and_caveats_come_from_the_ledger(tmp_path: Path) -> None:
     assert verify(path).caveats == made.caveats
     (tmp_path / "ledger.jsonl").unlink()
     replace(made, caveats=["A cap of 7."]).save(path)
-    assert verify(path).problems == ["caveats: class sizes are among the public facts, and it is not said"]
+    assert verify(path).problems == ["caveats: class sizes are public facts, but the caveat that says so is missing"]
 
 
-def test_a_package_without_a_version_does_not_lose_what_was_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_metadata_does_not_prevent_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name in ("sfumato", "opendp"):
             raise metadata.PackageNotFoundError(name)
@@ -109,10 +109,10 @@ def test_a_package_without_a_version_does_not_lose_what_was_paid_for(monkeypatch
     assert software["torch"] == "1.0"
 
 
-def test_it_is_rounded_up() -> None:
-    chance = random.Random(0)
+def test_epsilon_is_rounded_up() -> None:
+    generator = random.Random(0)
     for _ in range(2000):
-        value = math.exp(chance.uniform(-20, 20))
+        value = math.exp(generator.uniform(-20, 20))
         assert value <= rounded_up(value) <= value * (1 + 1.1e-5)
         assert float(f"{rounded_up(value):.6g}") == rounded_up(value)
     assert rounded_up(1.0) == 1.0
@@ -158,7 +158,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_edit_is_noticed(folder: Path, field: str) -> None:
+def test_every_edit_is_detected(folder: Path, field: str) -> None:
     problems = edit(folder, lambda content: content.__setitem__(field, FIELDS[field]))
     assert "digest: the certificate was edited after it was made" in problems
 
@@ -230,7 +230,7 @@ def _understate(content: dict[str, Any], amount: float) -> None:
         (lambda c: c.update(signature={"algorithm": "ed25519", "public_key": "zz", "value": None}), "signature"),
     ],
 )
-def test_a_new_digest_does_not_help_a_liar(folder: Path, change: Any, named: str) -> None:
+def test_edits_with_a_recomputed_digest_are_detected(folder: Path, change: Any, named: str) -> None:
     problems = edit(folder, change, forged=True)
     assert any(problem.startswith(f"{named}:") for problem in problems), problems
 
@@ -245,8 +245,8 @@ def test_released_files_are_checked(folder: Path) -> None:
     ]
 
 
-def test_a_part_may_be_handed_out(folder: Path, tmp_path: Path) -> None:
-    """A certificate with images.npz alone is a normal thing; with nothing beside it, it says so."""
+def test_a_subset_of_the_files_may_be_shared(folder: Path, tmp_path: Path) -> None:
+    """A certificate may come with images.npz alone; without any certified file the result says so."""
     (other := tmp_path / "other").mkdir()
     for name in ("certificate.json", "images.npz"):
         (other / name).write_bytes((folder / name).read_bytes())
@@ -257,10 +257,10 @@ def test_a_part_may_be_handed_out(folder: Path, tmp_path: Path) -> None:
     (other / "images.npz").unlink()
     result = verify(other / "certificate.json")
     assert result.ok
-    assert result.not_checked == ["outputs: none of the 3 certified files is here"]
+    assert result.not_checked == ["outputs: none of the 3 certified files is in this folder"]
 
 
-def test_what_is_not_covered_is_named(folder: Path) -> None:
+def test_uncovered_files_are_listed(folder: Path) -> None:
     for name in ("raw.npz", "signature", "epsilon", "ledger.lock"):
         (folder / name).write_bytes(b"x")
     (folder / "private").mkdir()
@@ -278,8 +278,8 @@ def test_what_is_not_covered_is_named(folder: Path) -> None:
     assert uncovered[-1] == "and 15 more"
 
 
-def test_a_folder_is_hashed_as_a_folder(folder: Path) -> None:
-    """Neither a link inside it nor a file that spells its listing passes."""
+def test_folders_are_hashed_with_their_structure(folder: Path) -> None:
+    """A link in the folder, or a file in place of the folder, is detected."""
     outside = folder.parent / "outside"
     outside.mkdir()
     (outside / "private.png").write_bytes(b"x")
@@ -305,8 +305,8 @@ def test_links_and_devices_are_not_followed(folder: Path, tmp_path: Path) -> Non
     assert any(problem.startswith("ledger:") for problem in verify(folder / "certificate.json").problems)
 
 
-def honest(folder: Path, adjacency: str, reason: str | None) -> dict[str, Any]:
-    """A certificate with its ledger beside it, as it should be."""
+def valid_certificate(folder: Path, adjacency: str, reason: str | None) -> dict[str, Any]:
+    """Write and return a valid certificate with its ledger."""
     with Ledger(folder / "ledger.jsonl") as ledger:
         written(ledger, Budget(1, adjacency=adjacency), [Release("counts")])  # type: ignore[arg-type]
         if reason:
@@ -317,29 +317,29 @@ def honest(folder: Path, adjacency: str, reason: str | None) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("lie", ["void", "adjacency", "delta"])
-def test_a_consistent_lie_is_caught_by_the_ledger(lie: str, tmp_path: Path) -> None:
-    content = honest(tmp_path, "replace-one", "as published" if lie == "void" else None)
+@pytest.mark.parametrize("field", ["void", "adjacency", "delta"])
+def test_a_consistent_forgery_is_detected_by_the_ledger(field: str, tmp_path: Path) -> None:
+    content = valid_certificate(tmp_path, "replace-one", "as published" if field == "void" else None)
     (other := tmp_path / "other").mkdir()
-    liar = honest(other, "add-remove" if lie == "adjacency" else "replace-one", None)
-    liar["ledger"] = content["ledger"]
-    if lie == "delta":
-        liar |= {"delta": 0.5, "epsilon": 0.0, "bounds": dict.fromkeys(liar["bounds"], 0.0)}
-    liar["digest"] = digest({name: value for name, value in liar.items() if name not in ("digest", "signature")})
-    (tmp_path / "certificate.json").write_text(json.dumps(liar))
+    forged = valid_certificate(other, "add-remove" if field == "adjacency" else "replace-one", None)
+    forged["ledger"] = content["ledger"]
+    if field == "delta":
+        forged |= {"delta": 0.5, "epsilon": 0.0, "bounds": dict.fromkeys(forged["bounds"], 0.0)}
+    forged["digest"] = digest({name: value for name, value in forged.items() if name not in ("digest", "signature")})
+    (tmp_path / "certificate.json").write_text(json.dumps(forged))
     problems = verify(tmp_path / "certificate.json").problems
-    assert any(problem.startswith(f"{lie}: ledger.jsonl says otherwise") for problem in problems), problems
+    assert any(problem.startswith(f"{field}: differs from ledger.jsonl") for problem in problems), problems
 
 
-def test_the_plan_is_certified_and_bounds_the_charges() -> None:
-    """When to stop may depend on what was seen; then only the whole plan's epsilon holds."""
-    whole = written(Ledger(), Budget(1), [Release("steps", 1000)])
+def test_the_plan_is_certified_and_limits_the_charges() -> None:
+    """A run may stop because of its results; then only the epsilon of the whole plan holds."""
+    complete = written(Ledger(), Budget(1), [Release("steps", 1000)])
     stopped = Ledger()
-    for entry in whole.entries[:1]:
+    for entry in complete.entries[:1]:
         stopped.append(**{k: v for k, v in entry.items() if k not in ("seq", "previous", "hash")})
     stopped.append("checkpoint", used={"steps": 0}, sha256="0")
-    assert Certificate.from_ledger(stopped).epsilon == Certificate.from_ledger(whole).epsilon
-    event = whole.entries[0]["plan"][0]
+    assert Certificate.from_ledger(stopped).epsilon == Certificate.from_ledger(complete).epsilon
+    event = complete.entries[0]["plan"][0]
     for charge in ({**event, "times": 1}, {**event, "noise_multiplier": 0.1}, {**event, "name": "other"}):
         ledger = written(Ledger(), Budget(1), [Release("steps", 1000)])
         ledger.append("charge", **charge)
@@ -354,8 +354,8 @@ ODD = [None, True, -1, 0, 1.5, 1e300, 10**400, "", "x", [], {}, [1], {"a": 1}, "
 
 @pytest.mark.parametrize("forged", [False, True])
 def test_verify_never_raises(folder: Path, forged: bool) -> None:
-    """Random damage ends in problems. With a new digest, only what nothing else depends on may pass."""
-    chance = random.Random(0)
+    """Random damage gives problems. With a recomputed digest, only fields without consequences may change."""
+    generator = random.Random(0)
     original = (folder / "certificate.json").read_text()
     free = ("software", "claimed", "issuer", "subject", "issued", "derived_from", "outputs")
     for _ in range(150):
@@ -363,12 +363,12 @@ def test_verify_never_raises(folder: Path, forged: bool) -> None:
         place: Any = content
         path = []
         while True:
-            key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            key = generator.choice(list(place) if isinstance(place, dict) else range(len(place)))
             path.append(key)
-            if not isinstance(place[key], dict | list) or not place[key] or chance.random() < 0.3:
+            if not isinstance(place[key], dict | list) or not place[key] or generator.random() < 0.3:
                 break
             place = place[key]
-        place[key] = chance.choice(ODD)
+        place[key] = generator.choice(ODD)
         try:
             if forged and path[0] != "digest":
                 content["digest"] = digest({k: v for k, v in content.items() if k not in ("digest", "signature")})
@@ -397,7 +397,7 @@ def test_repeated_keys_are_refused(folder: Path) -> None:
     assert "twice" in verify(path).problems[0]
 
 
-def test_limits_of_the_reader(folder: Path) -> None:
+def test_limits_on_epsilon_and_delta(folder: Path) -> None:
     path = folder / "certificate.json"
     assert verify(path, max_epsilon=1, max_delta=1e-5).ok
     assert verify(path, max_epsilon=0.9).problems[0].startswith("epsilon:")
@@ -405,14 +405,14 @@ def test_limits_of_the_reader(folder: Path) -> None:
     assert not verify(path, max_epsilon=math.nan).ok
 
 
-def test_a_guarantee_of_zero_verifies(tmp_path: Path) -> None:
+def test_epsilon_zero_verifies(tmp_path: Path) -> None:
     ledger = written(Ledger(), Budget(1, 1e-3), [Release("a", noise_multiplier=1e6)])
     result = verify(Certificate.from_ledger(ledger).save(tmp_path / "certificate.json"))
     assert result.ok, result.problems
     assert result.epsilon == 0.0
 
 
-def test_an_edited_or_foreign_ledger_is_noticed(folder: Path) -> None:
+def test_an_edited_or_other_ledger_is_detected(folder: Path) -> None:
     (folder / "certificate.json").write_text((folder / "certificate.json").read_text())
     ledger = folder / "ledger.jsonl"
     text = ledger.read_text()
@@ -422,11 +422,11 @@ def test_an_edited_or_foreign_ledger_is_noticed(folder: Path) -> None:
     problems = verify(folder / "certificate.json").problems
     assert "ledger: ledger.jsonl is not the ledger that was certified" in problems
     ledger.unlink()
-    assert verify(folder / "certificate.json").ok  # it may be left out; the events speak for themselves
+    assert verify(folder / "certificate.json").ok  # the ledger may be omitted
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "null", "[" * 100_000, '{"a": NaN}', '{"a": "\\ud800"}'])
-def test_what_is_no_certificate_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "certificate.json"
     path.write_text(text)
     assert not verify(path).ok
@@ -435,7 +435,7 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path, text: str) -> None:
     assert not verify(path).ok
 
 
-def test_no_noise_is_no_guarantee(tmp_path: Path) -> None:
+def test_without_noise_there_is_no_guarantee(tmp_path: Path) -> None:
     certificate = Certificate.from_ledger(written(Ledger(), Budget(math.inf), [Release("counts")]))
     assert certificate.guarantee == "none"
     assert certificate.epsilon is None
@@ -447,7 +447,7 @@ def test_no_noise_is_no_guarantee(tmp_path: Path) -> None:
     assert not verify(path, allow_none=True, max_epsilon=1000).ok
 
 
-def test_samples_drawn_later_point_to_the_run(folder: Path, tmp_path: Path) -> None:
+def test_samples_drawn_later_refer_to_the_run(folder: Path, tmp_path: Path) -> None:
     run = Certificate.load(folder / "certificate.json")
     (tmp_path / "more.npz").write_bytes(b"more")
     made = run.derived(tmp_path, ["more.npz"])
@@ -456,7 +456,7 @@ def test_samples_drawn_later_point_to_the_run(folder: Path, tmp_path: Path) -> N
     path = made.save(tmp_path / "more.certificate.json")
     assert verify(path).ok
     assert verify(path).uncovered == ["run"]
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:  # beside another run
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:  # in the folder of another run
         written(ledger, Budget(2), STEPS)
     assert verify(path).ok
     assert verify(path).uncovered == ["ledger.jsonl", "ledger.lock", "run"]
@@ -464,6 +464,6 @@ def test_samples_drawn_later_point_to_the_run(folder: Path, tmp_path: Path) -> N
     assert not verify(path).ok
 
 
-def test_it_reads_what_it_wrote(folder: Path) -> None:
+def test_a_saved_certificate_loads(folder: Path) -> None:
     certificate = Certificate.load(folder / "certificate.json")
     assert certificate.to_dict() == json.loads((folder / "certificate.json").read_text())

@@ -1,4 +1,4 @@
-"""Signatures: only the owner's pass, keys are never overwritten, and without the package the error says what to do."""
+"""Signatures: only the key's owner can sign, keys are never overwritten, a missing package has a helpful error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_keys_are_private_and_never_overwritten(key: Path) -> None:
     assert not key.exists()
 
 
-def test_only_the_owners_signature_passes(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+def test_only_the_right_key_verifies(certificate: Certificate, key: Path, tmp_path: Path) -> None:
     path = certificate.signed(key).save(tmp_path / "certificate.json")
     result = verify(path, signed_by=f"{key}.pub")
     assert result.ok, result.problems
@@ -62,12 +62,12 @@ def test_only_the_owners_signature_passes(certificate: Certificate, key: Path, t
     assert not verify(path, signed_by=path).ok
 
 
-def test_an_edited_or_borrowed_signature_fails(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+def test_an_edited_or_copied_signature_fails(certificate: Certificate, key: Path, tmp_path: Path) -> None:
     signature = certificate.signed(key).signature
     assert signature is not None
     path = tmp_path / "certificate.json"
     replace(certificate, issuer="somebody else", signature=signature).save(path)
-    assert verify(path).problems == ["signature: it is not one of this certificate"]
+    assert verify(path).problems == ["signature: not valid for this certificate"]
     for change in ({"value": "00" * 64}, {"value": "x"}, {"algorithm": "none"}, {"more": "1"}, {"public_key": ""}):
         replace(certificate, signature={**signature, **change}).save(path)
         result = verify(path)
@@ -76,22 +76,22 @@ def test_an_edited_or_borrowed_signature_fails(certificate: Certificate, key: Pa
     certificate.save(path)
     assert verify(path).ok
     assert verify(path).signer is None
-    assert verify(path, signed_by=f"{key}.pub").problems == ["signature: there is none"]
+    assert verify(path, signed_by=f"{key}.pub").problems == ["signature: missing"]
 
 
-def test_whatever_changes_the_content_drops_the_signature(certificate: Certificate, key: Path, tmp_path: Path) -> None:
+def test_changing_the_content_removes_the_signature(certificate: Certificate, key: Path, tmp_path: Path) -> None:
     assert certificate.signed(key).covering(tmp_path).signature is None
     assert certificate.signed(key).derived(tmp_path, []).signature is None
 
 
-def test_a_file_that_is_no_key_is_named(key: Path, tmp_path: Path) -> None:
+def test_a_file_without_a_key_is_named_in_the_error(key: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("PRIVATE")
     for bad in (tmp_path / "text", Path(f"{key}.pub")):
         with pytest.raises(ValueError, match=str(bad)):
             signing.sign("00", bad)
 
 
-def test_without_the_package_it_says_what_to_install(
+def test_a_missing_package_is_named_in_the_error(
     certificate: Certificate, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = certificate.signed(key).save(tmp_path / "certificate.json")

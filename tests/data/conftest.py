@@ -1,4 +1,4 @@
-"""Small real images: scikit-learn's digits, as arrays, as a set and as a folder of PNG files."""
+"""Fixtures of small real images: scikit-learn's digits as arrays, as a set and as a folder of PNG files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contact sheet: geometry, choice of images, names."""
+"""The contact sheet: geometry, choice of images, row names."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_rows_are_classes_in_order(tmp_path, digits):
     assert [file.name for file in tmp_path.iterdir()] == ["sheet.png"]
 
 
-def test_many_classes_are_thinned_evenly(tmp_path):
+def test_many_classes_are_subsampled_evenly(tmp_path):
     images = np.repeat(np.arange(100, dtype=np.uint8), 2)[:, None, None] * np.ones((1, 8, 8), np.uint8)
     sheet = sheet_of(ImageSet.from_arrays(images, np.repeat(np.arange(100), 2), 100), tmp_path / "x.png", scale=2)
-    tall = 18  # 16 pixels are less than a line of text needs.
-    assert sheet.shape[0] == 20 * tall + GAP
-    shown = [int(sheet[GAP + row * tall, -GAP - 1, 0]) for row in range(20)]
+    row_height = 18  # a line of text needs more than the 16 pixels of the image
+    assert sheet.shape[0] == 20 * row_height + GAP
+    shown = [int(sheet[GAP + row * row_height, -GAP - 1, 0]) for row in range(20)]
     assert shown[0] == 0
     assert shown[-1] == 99
     assert set(np.diff(shown)) <= {5, 6}
@@ -79,12 +79,12 @@ def test_bad_options(tmp_path, digits):
 
 
 def test_accents_are_drawn_or_replaced(digits, tmp_path, monkeypatch):
-    """With no font of the system, names are spelled in ASCII rather than in empty boxes."""
+    """Without a system font, names are converted to ASCII, because the built-in font would draw empty boxes."""
     from sfumato.data import grid
 
-    assert grid._plain("méningiome à β") == "meningiome a ?"
+    assert grid._to_ascii("méningiome à β") == "meningiome a ?"
     monkeypatch.setattr(grid, "FONTS", ())
-    assert grid._font()[1] is False
+    assert grid.load_font()[1] is False
     names = [f"é{number}" for number in range(len(digits.classes))]
     accented = contact_sheet(ImageSet(digits.images, digits.labels, names), tmp_path / "a.png")
     plain_names = [name.replace("é", "e") for name in names]

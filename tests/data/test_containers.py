@@ -79,7 +79,7 @@ def test_parquet_shards_and_splits(tmp_path, pixels, targets):
 def test_parquet_shards_must_agree_on_names(tmp_path, pixels):
     write_parquet(tmp_path / "0.parquet", pixels[:2], [0, 1], metadata=hugging_face(["a", "b"]))
     write_parquet(tmp_path / "1.parquet", pixels[:2], [0, 1], metadata=hugging_face(["b", "a"]))
-    with pytest.raises(DataError, match="disagree on the names"):
+    with pytest.raises(DataError, match="have different class names"):
         load_images(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_parquet_broken_rows(tmp_path, pixels):
     pq.write_table(pa.table({"image": cells, "label": [0, 1, 1]}), path)
     with pytest.raises(DataError, match=r"x\.parquet row 1 is not an image"):
         load_images(path, classes=2)
-    with pytest.warns(DataWarning, match=r"left out 1 unreadable: x\.parquet row 1"):
+    with pytest.warns(DataWarning, match=r"skipped 1 unreadable: x\.parquet row 1"):
         assert load_images(path, on_error="skip", classes=2).labels.tolist() == [0, 1]
     pq.write_table(pa.table({"image": [{"bytes": None, "path": "elsewhere.png"}]}), path)
     with pytest.raises(DataError, match=r"x\.parquet row 0 holds no image bytes"):

@@ -1,4 +1,4 @@
-"""Public facts are declared: no single image decides the classes, and a handful of images is warned of."""
+"""Classes must be declared: labels do not define them. Very small sets give a warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def png(picture):
     return buffer.getvalue()
 
 
-def in_csv(folder, pixels):
+def write_csv(folder, pixels):
     for number, picture in enumerate(pixels):
         Image.fromarray(picture).save(folder / f"{number}.png")
     lines = [f"{number}.png,{label}" for number, label in enumerate(NUMBERS)]
@@ -34,24 +34,24 @@ def in_csv(folder, pixels):
     return folder
 
 
-def in_npz(folder, pixels):
+def write_npz(folder, pixels):
     np.savez(folder / "x.npz", images=pixels, labels=NUMBERS)
     return folder / "x.npz"
 
 
-def in_idx(folder, pixels):
+def write_idx(folder, pixels):
     for name, array in (("images-idx3", pixels), ("labels-idx1", np.array(NUMBERS, np.uint8))):
         header = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
         (folder / f"train-{name}-ubyte").write_bytes(header + array.tobytes())
     return folder
 
 
-def in_parquet(folder, pixels):
+def write_parquet(folder, pixels):
     pq.write_table(pa.table({"image": [png(picture) for picture in pixels], "label": NUMBERS}), folder / "x.parquet")
     return folder / "x.parquet"
 
 
-def in_tar(folder, pixels):
+def write_tar(folder, pixels):
     with tarfile.open(folder / "x.tar", "w") as archive:
         for number, picture in enumerate(pixels):
             for suffix, content in (("png", png(picture)), ("cls", str(NUMBERS[number]).encode())):
@@ -62,25 +62,25 @@ def in_tar(folder, pixels):
 
 
 @FEW
-@pytest.mark.parametrize("write", [in_csv, in_npz, in_idx, in_parquet, in_tar])
-def test_labels_do_not_decide_the_classes(tmp_path, pixels, write):
+@pytest.mark.parametrize("write", [write_csv, write_npz, write_idx, write_parquet, write_tar])
+def test_labels_do_not_define_the_classes(tmp_path, pixels, write):
     source = write(tmp_path, pixels[:4])
-    says = r"does not declare its classes, and a single image must not decide them; pass classes=3 \(--classes 3\)"
+    says = r"does not declare its classes, and labels must not define them; pass classes=3 \(--classes 3\)"
     with pytest.raises(DataError, match=says):
         load_images(source)
     got = load_images(source, classes=4)
-    assert got.classes == ("0", "1", "2", "3")  # The last has no image.
+    assert got.classes == ("0", "1", "2", "3")  # The last class has no image.
     assert got.labels.tolist() == NUMBERS
     with pytest.raises(DataError, match=r"label 2 has no class name|label '2' is not among"):
         load_images(source, classes=2)
     assert load_images(source, labels=False).classes == ("all",)
-    with pytest.raises(DataError, match="labels=False reads none"):
+    with pytest.raises(DataError, match="cannot be combined with labels=False"):
         load_images(source, labels=False, classes=3)
 
 
 @FEW
-def test_names_are_suggested_as_they_would_be_passed(tmp_path, pixels):
-    folder = in_csv(tmp_path, pixels[:4])
+def test_the_error_suggests_class_names(tmp_path, pixels):
+    folder = write_csv(tmp_path, pixels[:4])
     table = folder / "labels.csv"
     table.write_text("file,label\n0.png,dog\n1.png,cat\n2.png,dog\n3.png,cat\n")
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_a_declaration_reorders_and_extends_the_classes_of_folders(class_folder)
 
 @FEW
 @pytest.mark.parametrize("target", ["set.npz", "set.parquet"])
-def test_a_declaration_takes_soft_labels_along(tmp_path, digits, target):
+def test_a_declaration_reorders_soft_labels(tmp_path, digits, target):
     soft_labels = torch.rand(60, 10).softmax(1)
     save_images(ImageSet(digits.images, digits.labels, digits.classes, soft_labels), tmp_path / target)
     got = load_images(tmp_path / target, classes=["none", *reversed(digits.classes)])
@@ -136,7 +136,7 @@ def test_saved_sets_keep_classes_without_images(tmp_path, digits, target):
     assert set(again.labels.tolist()) == {3}
 
 
-def test_a_handful_of_images_is_warned_of_without_its_number(tmp_path):
+def test_the_warning_about_few_images_does_not_contain_their_number(tmp_path):
     images = ImageSet(torch.randint(0, 256, (100, 1, 8, 8), dtype=torch.uint8))
     save_images(images, tmp_path / "enough.npz")
     save_images(images.subset(range(99)), tmp_path / "few.npz")
@@ -144,7 +144,7 @@ def test_a_handful_of_images_is_warned_of_without_its_number(tmp_path):
         warnings.simplefilter("error")
         load_images(tmp_path / "enough.npz", labels=False)
         load_images(tmp_path / "few.npz", labels=False, split="test")
-    with pytest.warns(DataWarning, match="fewer than 100 images: .*expect noise") as caught:
+    with pytest.warns(DataWarning, match="fewer than 100 images; .* the noise dominates") as caught:
         load_images(tmp_path / "few.npz", labels=False)
     assert "99" not in str(caught[0].message)
     assert caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""Decoding: every mode of image, orientation, depth, resizing, and files that are broken."""
+"""Decoding: image modes, orientation, bit depth, resizing and broken files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_lab_is_converted_to_srgb(tmp_path):
     assert np.abs(got.astype(int) - RED.transpose(2, 0, 1)).max() <= 3
 
 
-def test_transparency_is_laid_over_white(tmp_path):
+def test_transparency_is_composited_over_white(tmp_path):
     alpha = np.full((8, 8, 1), 51, np.uint8)
     got = read_two(tmp_path, Image.fromarray(np.concatenate([RED, alpha], -1)))
     assert np.abs(got.astype(int) - np.round(RED * 0.2 + 255 * 0.8).transpose(2, 0, 1)).max() <= 1
@@ -109,7 +109,7 @@ def test_thirty_two_bits_within_sixteen_are_scaled(tmp_path):
         (np.array([[0, np.nan]], np.float32), "NaN"),
     ],
 )
-def test_deep_values_out_of_range_are_refused(tmp_path, values, message):
+def test_high_bit_depth_values_out_of_range_are_refused(tmp_path, values, message):
     with pytest.raises(DataError, match=message) as caught:
         read_two(tmp_path, Image.fromarray(values), "x.tif")
     assert "1x.tif" in str(caught.value)
@@ -124,7 +124,7 @@ def test_exif_rotation_is_applied(tmp_path):
     wide = np.zeros((8, 16), np.uint8)
     wide[:, :8] = 255
     exif = Image.Exif()
-    exif[0x0112] = 6  # The camera was held so that the picture must be turned a quarter clockwise.
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     for number in (1, 2):
         Image.fromarray(wide).save(tmp_path / f"{number}.png", exif=exif)
     got = load_images(tmp_path, labels=False)
@@ -132,7 +132,7 @@ def test_exif_rotation_is_applied(tmp_path):
     assert np.array_equal(got.images[0, 0].numpy(), np.rot90(wide, -1))
 
 
-def test_animation_gives_its_first_frame(tmp_path):
+def test_only_the_first_frame_of_an_animation_is_read(tmp_path):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("#102030", "#405060")]
     for number in (1, 2):
         frames[0].save(tmp_path / f"{number}.webp", save_all=True, append_images=frames[1:], lossless=True)
@@ -142,7 +142,7 @@ def test_animation_gives_its_first_frame(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 5, 39])
 def test_grey_and_colour_are_not_mixed_unless_the_mode_is_declared(tmp_path, place):
-    """One colour file must not decide the public shape of all."""
+    """One colour file must not define the public shape of the set."""
     for number in range(40):
         picture = Image.fromarray(RED if number == place else RAMP)
         picture.save(tmp_path / f"{number:02}.png")
@@ -155,7 +155,7 @@ def test_grey_and_colour_are_not_mixed_unless_the_mode_is_declared(tmp_path, pla
     assert load_images(tmp_path, labels=False, mode="grey").shape == (1, 8, 8)
 
 
-def test_mode_is_obeyed(tmp_path):
+def test_mode_converts_the_images(tmp_path):
     grey = read_two(tmp_path, Image.fromarray(RED), mode="grey")
     assert np.array_equal(grey[0], np.asarray(Image.fromarray(RED).convert("L")))
     rgb = read_two(tmp_path, Image.fromarray(RAMP), mode="rgb")
@@ -208,7 +208,7 @@ def test_mixed_sizes_name_two_files(class_folder):
 
 
 def png_header_only(width, height):
-    """A PNG that claims to be huge."""
+    """Return a PNG whose header claims a huge image."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -249,19 +249,19 @@ def test_broken_files_are_named(class_folder, kind):
     assert "a/broken.png" in str(caught.value)
 
 
-def test_bomb_is_refused_where_the_warning_is_only_shown(class_folder):
+def test_bomb_is_refused_if_the_warning_is_not_an_error(class_folder):
     (class_folder / "a" / "broken.png").write_bytes(png_header_only(10000, 10000))
     with pytest.warns(Image.DecompressionBombWarning), pytest.raises(DataError, match=r"a/broken\.png .* bomb"):
         load_images(class_folder, workers=1)
 
 
-def test_skip_leaves_out_broken_files_and_counts_them(class_folder, pixels):
+def test_skip_omits_and_counts_broken_files(class_folder, pixels):
     for number, (content, _) in enumerate(BROKEN.values()):
         (class_folder / "a" / f"00{number}.png").write_bytes(content)
     with pytest.warns(Image.DecompressionBombWarning), pytest.warns(DataWarning) as caught:
         got = load_images(class_folder, on_error="skip")
     messages = [str(warning.message) for warning in caught if warning.category is DataWarning]
-    assert messages[:1] == ["left out 7 unreadable: a/000.png, a/001.png, a/002.png and 4 more"]
+    assert messages[:1] == ["skipped 7 unreadable: a/000.png, a/001.png, a/002.png and 4 more"]
     assert np.array_equal(got.images[:, 0].numpy(), pixels[:4])
     assert got.labels.tolist() == [0, 0, 1, 1]
 
@@ -283,7 +283,7 @@ def test_order_and_progress_do_not_depend_on_workers(tmp_path, digits):
     assert steps == [(done, 60) for done in range(1, 61)]
 
 
-def test_memory_mapped_canvas_equals_memory(class_folder, monkeypatch):
+def test_memory_mapped_buffer_equals_memory(class_folder, monkeypatch):
     kinds = []
     allocate = decode.allocate
     monkeypatch.setattr(decode, "allocate", lambda shape: kinds.append(allocate(shape)) or kinds[-1])
@@ -305,7 +305,7 @@ def test_damaged_avif_is_named(class_folder):
         load_images(class_folder)
 
 
-def test_pillow_warnings_made_errors_name_the_file(class_folder, monkeypatch):
+def test_pillow_warnings_as_errors_name_the_file(class_folder, monkeypatch):
     def warn(image, in_place):
         warnings.warn(f"odd metadata in {image.size}, {in_place}", UserWarning, stacklevel=1)
 

@@ -1,4 +1,4 @@
-"""Folders: class sub-folders, labels.csv, unlabelled collections, and everything that can be wrong with them."""
+"""Folders: class sub-folders, labels.csv, unlabelled sets, and invalid input."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_class_folders(class_folder, pixels):
     assert np.array_equal(got.images[:, 0].numpy(), pixels[:4])
 
 
-def test_nested_files_unicode_names_and_clutter(class_folder, pixels):
+def test_nested_files_unicode_names_and_system_files(class_folder, pixels):
     odd = class_folder / "Zoë 日本 🙂" / "série 1"
     odd.mkdir(parents=True)
     Image.fromarray(pixels[9]).save(odd / "é à.png")
-    for clutter in ("Thumbs.db", ".DS_Store", "desktop.ini", "a/.hidden.png", "a/Thumbs.db"):
-        (class_folder / clutter).write_bytes(b"clutter")
+    for name in ("Thumbs.db", ".DS_Store", "desktop.ini", "a/.hidden.png", "a/Thumbs.db"):
+        (class_folder / name).write_bytes(b"system")
     (class_folder / "__MACOSX").mkdir()
-    (class_folder / "__MACOSX" / "a.png").write_bytes(b"clutter")
+    (class_folder / "__MACOSX" / "a.png").write_bytes(b"system")
     (class_folder / ".git").mkdir()
     got = load_images(class_folder)
     assert got.classes == ("Zoë 日本 🙂", "a", "b")
@@ -42,7 +42,7 @@ def test_nested_files_unicode_names_and_clutter(class_folder, pixels):
     assert np.array_equal(got.images[0, 0].numpy(), pixels[9])
 
 
-def test_number_folders_are_in_numerical_order(tmp_path):
+def test_numeric_folder_names_are_sorted_as_numbers(tmp_path):
     for number in (10, 9, 2):
         (tmp_path / str(number)).mkdir()
         Image.new("L", (8, 8), number).save(tmp_path / str(number) / "x.png")
@@ -58,16 +58,16 @@ def test_unlabelled_reads_recursively(class_folder):
     assert got.classes == ("all",)
 
 
-def test_train_and_test_sub_folders_are_parts(class_folder, tmp_path):
-    divided = tmp_path / "divided"
-    divided.mkdir()
-    class_folder.rename(divided / "train")
-    (divided / "test").mkdir()
+def test_train_and_test_sub_folders_are_splits(class_folder, tmp_path):
+    split_folder = tmp_path / "split_folder"
+    split_folder.mkdir()
+    class_folder.rename(split_folder / "train")
+    (split_folder / "test").mkdir()
     for name in ("a", "b"):
-        (divided / "test" / name).mkdir()
-        Image.new("L", (8, 8), 7).save(divided / "test" / name / "x.png")
-    assert len(load_images(divided)) == 4
-    assert load_images(divided, split="test").images.unique().tolist() == [7]
+        (split_folder / "test" / name).mkdir()
+        Image.new("L", (8, 8), 7).save(split_folder / "test" / name / "x.png")
+    assert len(load_images(split_folder)) == 4
+    assert load_images(split_folder, split="test").images.unique().tolist() == [7]
 
 
 def test_classes_called_train_and_test_are_classes(class_folder):
@@ -76,7 +76,7 @@ def test_classes_called_train_and_test_are_classes(class_folder):
     assert load_images(class_folder).classes == ("test", "train")
 
 
-def test_csv_with_mark_strings_and_order(tmp_path):
+def test_csv_with_byte_order_mark_and_string_labels(tmp_path):
     folder = write_csv(tmp_path / "c", "file,label,note\nx.png,zebra,1\n./y.png, ant ,2\n\n", encoding="utf-8-sig")
     got = load_images(folder, classes=["ant", "zebra"])
     assert got.classes == ("ant", "zebra")
@@ -85,7 +85,7 @@ def test_csv_with_mark_strings_and_order(tmp_path):
     assert len(load_images(folder, labels=False)) == 2
 
 
-def test_csv_with_numbers(tmp_path):
+def test_csv_with_numeric_labels(tmp_path):
     folder = write_csv(tmp_path / "c", "label,file\n10,x.png\n9,y.png\n")
     with pytest.raises(DataError, match=r"pass classes=\['9', '10'\] \(--classes 9,10\)"):
         load_images(folder)
@@ -96,9 +96,9 @@ def test_csv_with_numbers(tmp_path):
     ("text", "message"),
     [
         ("file,label\nx.png,a\n", r"no label for y\.png"),
-        ("file,label\nx.png,a\ny.png,b\nz.png,a\n", r"not there: z\.png"),
-        ("file,label\nx.png,a\ny.png,b\n../c/x.png,a\n", r"not there: \.\./c/x\.png"),
-        ("file,label\nx.png,a\ny.png,b\nx.png,b\n", r"line 4 lists x\.png a second time"),
+        ("file,label\nx.png,a\ny.png,b\nz.png,a\n", r"do not exist: z\.png"),
+        ("file,label\nx.png,a\ny.png,b\n../c/x.png,a\n", r"do not exist: \.\./c/x\.png"),
+        ("file,label\nx.png,a\ny.png,b\nx.png,b\n", r"line 4 lists x\.png twice"),
         ("file,label\nx.png,a\ny.png,\n", "line 3 has an empty label"),
         ("file,label\nx.png,a\n,b\n", "line 3 has an empty file name"),
         ("file,label\nx.png,a\ny.png\n", "line 3 has 1 columns"),
@@ -110,7 +110,7 @@ def test_csv_with_numbers(tmp_path):
         ('file,label\nx.png,"a\n', "cannot be read as CSV"),
     ],
 )
-def test_csv_that_disagrees_is_refused(tmp_path, text, message):
+def test_inconsistent_csv_is_refused(tmp_path, text, message):
     with pytest.raises(DataError, match=message) as caught:
         load_images(write_csv(tmp_path / "c", text))
     assert "labels.csv" in str(caught.value)
@@ -121,7 +121,7 @@ def test_csv_must_be_utf8(tmp_path):
         load_images(write_csv(tmp_path / "c", "file,label\nx.png,é\ny.png,b\n", encoding="latin-1"))
 
 
-def test_long_lists_of_culprits_are_cut(tmp_path):
+def test_long_lists_of_files_are_shortened(tmp_path):
     names = [f"{number}.png" for number in range(6)]
     with pytest.raises(DataError, match=r"no label for 1\.png, 2\.png, 3\.png and 2 more"):
         load_images(write_csv(tmp_path / "c", "file,label\n0.png,a\n", names=names))
@@ -139,16 +139,16 @@ def test_images_without_classes(class_folder):
         load_images(class_folder / "a")
 
 
-def test_one_class_only(class_folder):
+def test_a_single_class_is_refused(class_folder):
     (class_folder / "b").rename(class_folder / "a" / "b")
-    with pytest.raises(DataError, match=r"one class only \(a\).*--unlabelled"):
+    with pytest.raises(DataError, match=r"only one class \(a\).*--unlabelled"):
         load_images(class_folder)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_images_beside_class_folders(class_folder, on_error):
     Image.new("L", (8, 8)).save(class_folder / "stray.png")
-    with pytest.raises(DataError, match=r"both class folders and images outside them \(stray\.png\)"):
+    with pytest.raises(DataError, match=r"images outside its class folders \(stray\.png\)"):
         load_images(class_folder, on_error=on_error)
 
 
@@ -156,12 +156,12 @@ def test_other_files_beside_class_folders(class_folder):
     (class_folder / "README.txt").write_text("notes")
     with pytest.raises(DataError, match=r"README\.txt"):
         load_images(class_folder)
-    with pytest.warns(DataWarning, match=r"left out 1 unreadable: README\.txt"):
+    with pytest.warns(DataWarning, match=r"skipped 1 unreadable: README\.txt"):
         assert len(load_images(class_folder, on_error="skip")) == 4
 
 
 def test_an_empty_class_folder_is_a_class(class_folder):
-    """Whether the last image of a class is there must not be seen from outside."""
+    """The list of classes must not reveal whether a class has an image."""
     (class_folder / "aa").mkdir()
     got = load_images(class_folder)
     assert got.classes == ("a", "aa", "b")
@@ -177,9 +177,9 @@ def test_only_empty_class_folders(tmp_path):
 
 @pytest.mark.parametrize("target", ["..", ".", "../b"])
 @pytest.mark.parametrize("labels", [True, False])
-def test_link_loops_are_refused_not_followed(class_folder, target, labels):
+def test_link_loops_are_refused(class_folder, target, labels):
     (class_folder / "a" / "loop").symlink_to(target)
-    with pytest.raises(DataError, match="a link to a folder that is read already"):
+    with pytest.raises(DataError, match="a link to a folder that was already read"):
         load_images(class_folder, labels=labels)
 
 
@@ -197,7 +197,7 @@ def test_broken_link_is_named(class_folder):
 
 def test_single_image(tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "x.png")
-    with pytest.raises(DataError, match="single image; one image cannot be hidden among others"):
+    with pytest.raises(DataError, match="single image; differential privacy needs several"):
         load_images(tmp_path, labels=False)
 
 
@@ -215,6 +215,6 @@ def test_class_names_survive_as_folder_names(name):
     assert folder.isprintable()
 
 
-def test_foreign_folder_names_are_left_alone():
+def test_other_folder_names_are_unchanged():
     for folder in ("a%20b", "100%", "%zz", "%41"):
         assert class_name(folder) == folder

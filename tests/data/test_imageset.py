@@ -1,4 +1,4 @@
-"""ImageSet: what it accepts, what it refuses, and what it tells."""
+"""ImageSet: accepted input, refused input, and public facts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_public_facts_hold_no_size_unless_declared(digits):
     }
 
 
-def test_repr_does_not_tell_the_size(digits):
+def test_repr_does_not_contain_the_size(digits):
     assert "60" not in repr(digits)
     assert "tensor" not in repr(digits)
 
@@ -111,7 +111,7 @@ def test_labels_of_every_kind(pixels):
         ([0, 1, 1, 0], 0, "expected a list of names, or their number"),
         ([0, 1, 1, 0], True, "expected a list of names"),
         ([0.0, 1.0, 1.0, 1e300], 2, "has no class name"),
-        ([0, 2, 1, 0], None, r"does not declare its classes, and a single image must not .*pass classes=3 "),
+        ([0, 2, 1, 0], None, r"does not declare its classes, and labels must not .*pass classes=3 "),
         (["b", "a", "b", "a"], None, r"pass classes=\['a', 'b'\] \(--classes a,b\)"),
         (["10", "9", "2", "9"], None, r"--classes 2,9,10"),
         (["1", "0", "2", "2"], None, r"--classes 3\)"),
@@ -137,11 +137,11 @@ def test_constructor_checks_types(pixels):
 
 
 def soft(digits, certainty=0.9):
-    """The label with some certainty, the rest spread evenly."""
+    """Return soft labels: `certainty` for the label, and the rest spread evenly."""
     return torch.nn.functional.one_hot(digits.labels, 10) * (certainty - (1 - certainty) / 9) + (1 - certainty) / 9
 
 
-def test_soft_labels_stand_beside_labels(digits):
+def test_soft_labels_accompany_labels(digits):
     both = ImageSet(digits.images, digits.labels, digits.classes, soft(digits))
     assert torch.equal(both.subset([5, 2]).soft_labels, soft(digits)[[5, 2]])
     assert digits.subset([5, 2]).soft_labels is None
@@ -156,7 +156,7 @@ def test_soft_labels_stand_beside_labels(digits):
         (lambda values: values.double(), "float32"),
         (lambda values: values[:, :9], r"shape \[60, 10\], not \[60, 9\]"),
         (lambda values: values[:9], r"not \[9, 10\]"),
-        (lambda values: values * 2, "1 in sum"),
+        (lambda values: values * 2, "a sum of 1"),
         (lambda values: 1.2 * values - 0.02, "at least 0"),
         (lambda values: values * float("nan"), "probabilities"),
     ],
@@ -169,7 +169,7 @@ def test_bad_soft_labels_are_refused(digits, change, message):
 def test_soft_labels_need_labels_and_numbers(digits):
     with pytest.raises(DataError, match="without labels"):
         ImageSet(digits.images, soft_labels=torch.ones(60, 1))
-    with pytest.raises(DataError, match="not numbers"):
+    with pytest.raises(DataError, match="not a numeric array"):
         ImageSet.from_arrays(digits.images, digits.labels, classes=10, soft_labels=[[0.5, 0.5], [1.0]])
 
 

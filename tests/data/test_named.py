@@ -1,4 +1,4 @@
-"""Named data sets: where they are found, how they are got, and how load_images tells names from paths."""
+"""Named data sets: search order, download, and how `load_images` distinguishes names from paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.Da
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
-    """An empty machine: no user data, no cache, no system folder, no network."""
+    """Isolate the search folders: no user data, no cache, no system folder."""
     monkeypatch.setenv("SFUMATO_DATA", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(named, "SYSTEM_FOLDER", tmp_path / "system")
@@ -30,7 +30,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture
 def network(monkeypatch):
-    """A network that serves what is put into the dictionary, and has nothing else."""
+    """Serve downloads from a dictionary (URL to content); other URLs fail."""
     served = {}
 
     def urlopen(address, timeout):
@@ -56,7 +56,7 @@ def idx_files(pixels, targets):
     }
 
 
-def test_digits_always_work_and_split_by_class():
+def test_digits_are_available_and_split_by_class():
     train, test = load_images("digits"), load_images("digits", split="test")
     assert train.shape == (1, 8, 8)
     assert train.classes == tuple("0123456789")
@@ -119,7 +119,7 @@ def test_get_copies_from_the_system_folder(places, pixels, targets):
         get_named("fashion-mnist", places / "copies")
 
 
-def test_a_path_wins_over_a_name(places, class_folder):
+def test_a_path_takes_precedence_over_a_name(places, class_folder):
     class_folder.rename(places / "mnist")
     assert load_images("mnist").classes == ("a", "b")
 
@@ -140,7 +140,7 @@ def test_unknown_names_and_paths(places):
         with pytest.raises(DataError, match=r"does not exist|neither an existing path"):
             load_images(missing)
     (places / "x.docx").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"x\.docx: unknown kind of file; expected a folder, \.npz"):
+    with pytest.raises(DataError, match=r"x\.docx: unknown file type; expected a folder, \.npz"):
         load_images("x.docx")
 
 
@@ -160,7 +160,7 @@ def test_bad_options(options, message):
         load_images("digits", **options)
 
 
-def test_absent_set_says_what_to_put_where():
+def test_a_missing_set_explains_how_to_get_it():
     with pytest.raises(DataError, match=r"sfumato data get mnist.*mnist\.npz.*train-images-idx3-ubyte\.gz.*own"):
         load_images("mnist")
 
@@ -178,7 +178,7 @@ def test_download(places, pixels, targets, network, monkeypatch):
 
 def test_download_with_another_checksum_leaves_nothing(places, pixels, targets, network):
     network |= {named.KNOWN["mnist"].address + name: data for name, data in idx_files(pixels, targets).items()}
-    with pytest.raises(DataError, match=r"SHA-256 differs.*put mnist\.npz"):
+    with pytest.raises(DataError, match=r"does not match its SHA-256.*put mnist\.npz"):
         get_named("mnist")
     assert list((places / "own").iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Whose images they are: from columns, arrays, keys, folders and patterns; and images that two sets share."""
+"""Persons of images, from columns, arrays, keys, folders and patterns; and images that two sets share."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_levels_of_deeper_folders(scans):
 
 def test_a_class_is_not_a_person(scans, class_folder):
     for source, person in ((scans, "folder:1"), (class_folder, "folder")):
-        with pytest.raises(DataError, match=r"makes the class of .* a person; .*--unlabelled"):
+        with pytest.raises(DataError, match=r"takes the class folder of .* as a person; .*--unlabelled"):
             load_images(source, person=person)
     assert load_images(class_folder, person="folder", labels=False).persons.tolist() == [0, 0, 1, 1]
 
 
-def test_parts_of_a_folder_do_not_count_as_a_level(scans, tmp_path):
+def test_split_folders_do_not_count_as_a_level(scans, tmp_path):
     (tmp_path / "whole").mkdir()
     scans.rename(tmp_path / "whole" / "train")
     assert load_images(tmp_path / "whole", person="folder:2").persons.tolist() == [0, 1, 1, 0, 2]
@@ -86,8 +86,8 @@ def test_parts_of_a_folder_do_not_count_as_a_level(scans, tmp_path):
         ("regex:(p", "not a regular expression"),
         (r"regex:(p1)_", r"cyst/bob/p2_1\.png has no person"),
         (r"regex:cyst/|none/(p9)?", r"cyst/ann/p1_1\.png has no person"),
-        ("folder:0", "whole number from 1"),
-        ("folder:x", "whole number from 1"),
+        ("folder:0", "an integer from 1"),
+        ("folder:x", "an integer from 1"),
         ("patient", r"names a column, and this folder has no labels\.csv; pass person='folder'"),
         ("", "names a column"),
     ],
@@ -120,7 +120,7 @@ def test_column_of_labels_csv(table):
 
 def test_a_column_of_persons_needs_no_labels(table):
     (table / "labels.csv").write_text("file,patient\nx.png,8\nz.png,7\n")
-    with pytest.raises(DataError, match=r"gives no patient for y\.png"):
+    with pytest.raises(DataError, match=r"has no patient for y\.png"):
         load_images(table, person="patient", labels=False)
     (table / "y.png").unlink()
     assert load_images(table, person="patient", labels=False).persons.tolist() == [1, 0]
@@ -135,14 +135,14 @@ def test_array_of_npz(tmp_path, pixels, name, ids):
     assert load_images(path, person="patient", labels=False, size=4).persons.tolist() == [2, 0, 2, 1]
     with pytest.raises(DataError, match=r"x\.npz has no array 'doctor' of persons; it has train_images"):
         load_images(path, person="doctor")
-    with pytest.raises(DataError, match=r"reads the paths of image files, and .*x\.npz has none"):
+    with pytest.raises(DataError, match=r"reads the paths of image files, which .*x\.npz does not have"):
         load_images(path, person="folder")
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1.0, 2.0, 1.0, 2.0], "float64; expected whole numbers or strings"),
+        ([1.0, 2.0, 1.0, 2.0], "float64; expected integers or strings"),
         ([1, 2, 1], "4 images but 3 persons"),
         (["a", "", "b", "a"], "no person"),
         (np.ones((4, 2), int), r"shape \[4, 2\]"),
@@ -193,18 +193,18 @@ def test_key_of_webdataset(tmp_path, pixels):
 
 def test_persons_of_skipped_files_are_left_out(scans):
     (scans / "cyst/bob/p2_1.png").write_bytes(b"junk")
-    with pytest.warns(DataWarning, match="left out 1"):
+    with pytest.warns(DataWarning, match="skipped 1"):
         got = load_images(scans, person="folder", on_error="skip")
     assert got.persons.tolist() == [0, 1, 0, 2]
     assert got.labels.tolist() == [0, 0, 1, 1]
 
 
-def test_sources_that_cannot_tell(tmp_path):
+def test_sources_without_persons(tmp_path):
     (tmp_path / "data_batch_1").write_bytes(b"")
     (tmp_path / "idx").mkdir()
     (tmp_path / "idx" / "train-images-idx3-ubyte").write_bytes(b"")
     for source in (tmp_path, tmp_path / "idx", "digits"):
-        with pytest.raises(DataError, match="does not tell whose images it holds"):
+        with pytest.raises(DataError, match="does not store persons"):
             load_images(source, person="folder")
 
 
@@ -213,7 +213,7 @@ def test_few_persons_are_few_however_many_their_images(tmp_path):
     np.savez(tmp_path / "x.npz", images=images.images, patient=np.arange(300) // 4, one=np.zeros(300, int))
     with pytest.warns(DataWarning, match="fewer than 100 persons"):
         load_images(tmp_path / "x.npz", labels=False, person="patient")
-    with pytest.raises(DataError, match="single person; one person cannot be hidden"):
+    with pytest.raises(DataError, match="single person; differential privacy needs several"):
         load_images(tmp_path / "x.npz", labels=False, person="one")
 
 
@@ -230,7 +230,7 @@ def test_persons_are_never_written(tmp_path, digits, target):
         }
         for kind in ("without", "with")
     ]
-    if target == "set.npz":  # An archive tells the time of writing.
+    if target == "set.npz":  # An archive contains the time of writing.
         with np.load(tmp_path / "with" / target) as archive:
             assert set(archive.files) == {"images", "labels", "classes"}
     else:

@@ -1,4 +1,4 @@
-"""Writing: round trips, names, and failures half-way that must leave nothing behind."""
+"""Writing: round trips, file names, and failures that must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGETS = ["set", "set.npz", "set.parquet"]
 
 
 def contents(folder):
-    """Every file below a folder with its bytes, hidden ones too."""
+    """Map every file below a folder to its bytes, including hidden files."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -31,7 +31,7 @@ def names_in(folder):
 
 @pytest.fixture
 def by_class(digits):
-    """The digits in the order in which a folder is read back."""
+    """Return the digits in the order in which a folder is read back."""
     return digits.subset(torch.argsort(digits.labels, stable=True))
 
 
@@ -106,7 +106,7 @@ def test_a_folder_cannot_hold_soft_labels(tmp_path, colourful):
 def test_shards_agree_on_soft_labels(tmp_path, colourful):
     save_images(colourful, tmp_path / "0.parquet")
     save_images(replace(colourful, soft_labels=torch.ones(1030, 12) / 12), tmp_path / "1.parquet")
-    with pytest.raises(DataError, match="others have none"):
+    with pytest.raises(DataError, match="only some of the shards"):
         load_images(tmp_path)
 
 
@@ -177,7 +177,7 @@ FAILURES = {
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_failure_half_way_leaves_the_old_and_nothing_else(tmp_path, digits, monkeypatch, target, failure, exists):
+def test_a_failure_keeps_the_old_target_and_leaves_nothing_else(tmp_path, digits, monkeypatch, target, failure, exists):
     raised, expected, message = FAILURES[failure]
     if exists:
         save_images(digits.subset(range(20)), tmp_path / target)
@@ -189,7 +189,7 @@ def test_failure_half_way_leaves_the_old_and_nothing_else(tmp_path, digits, monk
         raise raised
 
     if target.endswith(".npz"):
-        # The archive is begun on disk before the arrays are written.
+        # The archive exists on disk before the arrays are written.
         monkeypatch.setattr("numpy.lib.format.write_array", fail)
     else:
         encode, calls = save.encode_png, iter(range(100))
@@ -198,7 +198,7 @@ def test_failure_half_way_leaves_the_old_and_nothing_else(tmp_path, digits, monk
         save_images(digits, tmp_path / target, overwrite=True)
     if expected is DataError:
         assert target in str(caught.value)
-    assert any(name.endswith(".part") for name in leftovers)  # It did fail half-way.
+    assert any(name.endswith(".part") for name in leftovers)  # The failure happened after writing had started.
     assert contents(tmp_path) == before
     assert names_in(tmp_path) == ([target] if exists else [])
 
@@ -220,12 +220,12 @@ def test_failing_rename_restores_the_old_folder(tmp_path, digits, monkeypatch):
     assert names_in(tmp_path) == ["set"]
 
 
-def test_target_below_a_file_is_a_plain_error(tmp_path, digits):
+def test_target_below_a_file_raises_data_error(tmp_path, digits):
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match=r"set\.npz cannot be written"):
         save_images(digits, tmp_path / "file" / "set.npz")
     assert contents(tmp_path) == {"file": b"x"}
 
 
-def test_parents_are_made(tmp_path, digits):
+def test_parent_folders_are_created(tmp_path, digits):
     assert save_images(digits, tmp_path / "new" / "place" / "set.npz").is_file()

@@ -1,4 +1,4 @@
-"""Room for pixels: when it is on disk, it leaves no name there."""
+"""Allocation of pixels, in memory and in an unnamed temporary file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_threshold_is_a_share_of_available_memory(monkeypatch):
 
 
 def test_container_limit_counts(monkeypatch):
-    monkeypatch.setattr(storage, "_field", lambda *_: 1000)
-    monkeypatch.setattr(storage, "_number", lambda path: {"memory.max": 500, "memory.current": 100}[path.name])
+    monkeypatch.setattr(storage, "_read_meminfo", lambda *_: 1000)
+    monkeypatch.setattr(storage, "_read_integer", lambda path: {"memory.max": 500, "memory.current": 100}[path.name])
     assert storage.available_memory() == 400
 
 
@@ -36,7 +36,7 @@ def test_temporary_file_has_no_name(monkeypatch, tmp_path):
     assert array.sum() == 7 * 64
 
 
-def test_full_disk_is_a_plain_error(monkeypatch):
+def test_full_disk_raises_data_error(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""Against torchmetrics, prdc and SciPy, and against known answers. Features are real: projected digits."""
+"""Fidelity measures: comparison with torchmetrics, prdc and SciPy, and known values, on projected digits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sfumato.data import DataError, ImageSet
-from sfumato.encoders import CARDS, Encoder, Features, features
 from sfumato.evaluate.fidelity import (
     SmallSampleWarning,
     density_coverage,
@@ -25,12 +24,13 @@ from sfumato.evaluate.fidelity import (
     kernel_distance,
     precision_recall,
 )
+from sfumato.features import CARDS, FeatureNetwork, Features, features
 
 DIMENSION = 24
 
 
 class Projection(nn.Module):
-    """Pixels to a fixed random projection: stands in for a feature network."""
+    """A fixed random projection of the pixels, used as a feature network."""
 
     num_features = DIMENSION
 
@@ -51,7 +51,7 @@ class WithLogits(Projection):
 
 @pytest.fixture(scope="module")
 def halves(digits: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images of digits, every second one blurred."""
+    """Return two halves of the digits; the second is blurred."""
     images = digits.images.expand(-1, 3, -1, -1)
     blurred = nn.functional.avg_pool2d(images[1::2].float(), 3, 1, 1).to(torch.uint8)
     return images[::2], blurred
@@ -69,7 +69,7 @@ def gaussians() -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(500, 6)), 1 + 2 * generator.normal(size=(700, 6))
 
 
-def test_frechet_distance_is_that_of_torchmetrics(halves, pair) -> None:
+def test_frechet_distance_agrees_with_torchmetrics(halves, pair) -> None:
     image = pytest.importorskip("torchmetrics.image.fid", reason="torchmetrics is not installed")
     metric = image.FrechetInceptionDistance(feature=Projection()).set_dtype(torch.float64)
     metric.update(halves[0], real=True)
@@ -77,7 +77,7 @@ def test_frechet_distance_is_that_of_torchmetrics(halves, pair) -> None:
     assert frechet_distance(*pair) == pytest.approx(float(metric.compute()), rel=1e-6)
 
 
-def test_frechet_distance_is_that_of_scipys_square_root(pair) -> None:
+def test_frechet_distance_agrees_with_the_matrix_square_root(pair) -> None:
     a, b = pair
     one, two = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
     root = np.real(scipy.linalg.sqrtm(one @ two))
@@ -102,10 +102,10 @@ def test_frechet_distance_of_identical_sets_is_zero(pair, gaussians) -> None:
         assert frechet_distance(x, generator.permutation(x)) == pytest.approx(0, abs=1e-9)
 
 
-def test_frechet_distance_with_dead_and_repeated_features(gaussians) -> None:
+def test_frechet_distance_with_constant_and_repeated_features(gaussians) -> None:
     a, b = gaussians
     dead = [np.concatenate([x, np.zeros((len(x), 3)), x[:, :1]], 1) for x in (a, b)]
-    alive = [x * ([2**0.5] + [1] * 5) for x in (a, b)]  # a repeated column is one column, longer by the root of 2
+    alive = [x * ([2**0.5] + [1] * 5) for x in (a, b)]  # a repeated column equals one column times sqrt(2)
     assert frechet_distance(*dead) == pytest.approx(frechet_distance(*alive), rel=1e-6)
 
 
@@ -121,11 +121,11 @@ def test_fewer_images_than_features_give_a_warning_and_the_same_formula() -> Non
         assert frechet_distance(a, a) == 0
 
 
-def test_kernel_distance_is_that_of_torchmetrics(halves, pair) -> None:
-    """With subsets of the whole set nothing is random, so the two must agree."""
+def test_kernel_distance_agrees_with_torchmetrics(halves, pair) -> None:
+    """Subsets as large as the set make the result deterministic."""
     image = pytest.importorskip("torchmetrics.image.kid", reason="torchmetrics is not installed")
     size = min(len(part) for part in pair)
-    with warnings.catch_warnings(action="ignore"):  # it warns about its buffers
+    with warnings.catch_warnings(action="ignore"):  # torchmetrics warns about its buffers
         metric = image.KernelInceptionDistance(feature=Projection(), subsets=2, subset_size=size)
     metric.update(halves[0][:size], real=True)
     metric.update(halves[1][:size], real=False)
@@ -135,7 +135,7 @@ def test_kernel_distance_is_that_of_torchmetrics(halves, pair) -> None:
 
 
 def test_kernel_distance_by_hand() -> None:
-    """x: 0, 1; y: 2, 3; kernel (xy + 1)^3: 2 of 1, 2 of 7^3; across 1, 1, 3^3, 4^3."""
+    """For x = 0, 1 and y = 2, 3 the kernel (xy + 1)^3 is 1 within x, 7^3 within y, and 1, 1, 3^3, 4^3 across."""
     x, y = np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]])
     assert kernel_distance(x, y, subsets=3, subset_size=2) == pytest.approx((1 + 343 - 2 * 93 / 4, 0))
 
@@ -157,10 +157,10 @@ def test_inception_score_known_answers() -> None:
     balanced = np.eye(10)[np.arange(1000) % 10]
     assert inception_score(balanced, splits=1) == pytest.approx((10, 0))
     sorted_by_class = np.repeat(np.eye(10), 100, 0)
-    assert inception_score(sorted_by_class)[0] > 9  # each split sees all classes
+    assert inception_score(sorted_by_class)[0] > 9  # each split contains all classes
 
 
-def test_precision_recall_density_coverage_are_those_of_prdc(pair) -> None:
+def test_precision_recall_density_coverage_agree_with_prdc(pair) -> None:
     prdc = pytest.importorskip("prdc", reason="prdc is not installed")
     real, fake = pair
     for k in (1, 3, 5):
@@ -170,14 +170,14 @@ def test_precision_recall_density_coverage_are_those_of_prdc(pair) -> None:
         assert density_coverage(real, fake, k) == pytest.approx((expected["density"], expected["coverage"]), rel=1e-12)
 
 
-def test_blocks_change_nothing(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_block_size(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = precision_recall(*pair), density_coverage(*pair)
-    module = importlib.import_module("sfumato.evaluate.fidelity")  # not the function of that name
+    module = importlib.import_module("sfumato.evaluate.fidelity")  # the attribute of the package is the function
     monkeypatch.setattr(module, "BLOCK_VALUES", 7000)
     assert (precision_recall(*pair), density_coverage(*pair)) == whole
 
 
-def test_manifold_measures_see_what_they_should(pair) -> None:
+def test_manifold_measures_of_shifted_and_collapsed_sets(pair) -> None:
     real = pair[0]
     far = real + 100
     assert precision_recall(real, far) == (0, 0)
@@ -221,12 +221,12 @@ def test_bad_features_are_refused(gaussians) -> None:
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Encoder:
+def encoder() -> FeatureNetwork:
     card = replace(CARDS["inception"], size=8, dimension=DIMENSION, classes=10)
-    return Encoder(card, WithLogits())
+    return FeatureNetwork(card, WithLogits())
 
 
-def test_fidelity_of_image_sets(digits: ImageSet, encoder: Encoder) -> None:
+def test_fidelity_of_image_sets(digits: ImageSet, encoder: FeatureNetwork) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (500, 8, 8), dtype=np.uint8)
     good, bad = digits.subset(range(0, 1400, 2)), ImageSet.from_arrays(noise)
     real = features(digits.subset(range(1, 1400, 2)), encoder)
@@ -240,22 +240,22 @@ def test_fidelity_of_image_sets(digits: ImageSet, encoder: Encoder) -> None:
     assert all(isinstance(value, float) for value in measures[0].values())
 
 
-def test_names_of_other_networks(digits: ImageSet, encoder: Encoder) -> None:
-    other = Encoder(replace(encoder.card, name="effnet_lite0"), encoder.network)
+def test_names_of_other_networks(digits: ImageSet, encoder: FeatureNetwork) -> None:
+    other = FeatureNetwork(replace(encoder.card, name="effnet_lite0"), encoder.network)
     measures = fidelity(digits.subset(range(100)), digits.subset(range(100, 220)), other)
     kinds = ("fd_{}", "kd_{}_mean", "kd_{}_sd", "precision_{}", "recall_{}", "density_{}", "coverage_{}")
     assert list(measures) == [kind.format("effnet_lite0") for kind in kinds]
 
 
-def test_fidelity_samples_by_seed(digits: ImageSet, encoder: Encoder) -> None:
+def test_fidelity_samples_by_seed(digits: ImageSet, encoder: FeatureNetwork) -> None:
     a, b = digits.subset(range(600)), digits.subset(range(600, 1400))
     first = fidelity(a, b, encoder, sample=100, seed=1)
     assert first == fidelity(a, b, encoder, sample=100, seed=1)
     assert first["fid"] != fidelity(a, b, encoder, sample=100, seed=2)["fid"]
-    assert first["fid"] > fidelity(a, b, encoder, sample=None)["fid"]  # fewer images: larger
+    assert first["fid"] > fidelity(a, b, encoder, sample=None)["fid"]  # fewer images give a larger distance
 
 
-def test_features_of_another_network_are_refused(digits: ImageSet, encoder: Encoder) -> None:
+def test_features_of_another_network_are_refused(digits: ImageSet, encoder: FeatureNetwork) -> None:
     foreign = Features("effnet_lite0", torch.zeros(10, DIMENSION))
-    with pytest.raises(DataError, match="features of the network 'effnet_lite0' were given where 'inception'"):
+    with pytest.raises(DataError, match="features come from 'effnet_lite0', but the measure uses 'inception'"):
         fidelity(digits, foreign, encoder)

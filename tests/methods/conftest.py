@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from sfumato.data import ImageSet
-from sfumato.encoders import PerceptualCard, save_perceptual
-from sfumato.encoders.autoencoder import CHANNELS, SHRINKING
-from sfumato.encoders.perceptual import NETWORKS
+from sfumato.features import PerceptualCard, save_perceptual
+from sfumato.features.perceptual import ENCODER_NETWORKS
+from sfumato.features.public_autoencoder import CHANNELS, DOWNSAMPLING
 
 CARD = PerceptualCard("tiny", "small", "random numbers", "Apache-2.0", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
@@ -21,7 +21,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small network with random weights, as a file with its card."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        state = NETWORKS["small"]().state_dict()
+        state = ENCODER_NETWORKS["small"]().state_dict()
     path = tmp_path_factory.mktemp("encoder") / "tiny.safetensors"
     save_perceptual(path, CARD, state)
     return str(path)
@@ -34,18 +34,18 @@ class Averages:
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         rows = functional.avg_pool2d(images.mean(1), (2, 1))
-        squares = rows.unflatten(2, (-1, SHRINKING)).unflatten(1, (-1, CHANNELS // SHRINKING))
+        squares = rows.unflatten(2, (-1, DOWNSAMPLING)).unflatten(1, (-1, CHANNELS // DOWNSAMPLING))
         return squares.permute(0, 2, 4, 1, 3).flatten(1, 2)
 
     def decode(self, maps: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-        squares = maps.unflatten(1, (-1, SHRINKING)).permute(0, 3, 1, 4, 2)
+        squares = maps.unflatten(1, (-1, DOWNSAMPLING)).permute(0, 3, 1, 4, 2)
         images = squares.flatten(3, 4).flatten(1, 2).repeat_interleave(2, 1)
         return images[:, None].expand(-1, shape[0], -1, -1)
 
 
 @pytest.fixture
 def averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("dp_kernel", "atelier"):
+    for module in ("kernel_painter", "atelier"):
         monkeypatch.setattr(f"sfumato.methods.{module}.load_autoencoder", lambda device="cpu": Averages())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +11,41 @@ import pytest
 import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
-from sfumato.engine import Vault
-from sfumato.methods.atelier import CAUTIOUS, ENCODED, Atelier, Components
-from sfumato.methods.check import _check_neighbours
-from sfumato.methods.registry import load
+from sfumato.engine import GradientVault
+from sfumato.methods import load
+from sfumato.methods.atelier import CPU, ENCODER_NOTE, Atelier
+from sfumato.methods.generator_method import GeneratorSizes
+from sfumato.methods.teacher import Components, TeacherSettings
+from sfumato.testing import _check_neighbours, build
 
+TEACHER = TeacherSettings(
+    steps=30,  # with ten the rate is high, and the teacher fails once in a hundred times
+    cnn_images=200,
+)
+PAINTER = replace(CPU, paths=2, features=40, features_per_step=20, batch_size=40, cnn_images=200, smoothness=0.6)
 QUICK: dict[str, Any] = {
     "steps": 6,
-    "paths": 2,
-    "lessons": 200,
-    "features_per_step": 20,
-    "features": 40,
-    "batch_size": 40,
-    "width": 8,
-    "teacher_steps": 30,  # with ten the rate is high, and the teacher fails once in a hundred times
     "device": "cpu",
     "public_size": True,
     "epsilon": 20.0,
+    "painter": PAINTER,
+    "teacher": TEACHER,
+    "generator": GeneratorSizes(width=8),
 }
+
+
+def quick(**settings: Any) -> Any:
+    return build(Atelier, **{**QUICK, **settings})
 
 
 @pytest.fixture(scope="module")
 def fitted(few_digits: ImageSet) -> Atelier:
-    return Atelier(**QUICK).fit(few_digits)
+    return quick().fit(few_digits)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
 def test_the_budget_is_shared_as_it_says(few_digits: ImageSet, share: float) -> None:
-    plan = Atelier(**QUICK, teacher_share=share).plan(few_digits.public(declare_size=True))
+    plan = quick(teacher_share=share).plan(few_digits.public(declare_size=True))
     sums, common, teacher = ((plan[name].times / plan[name].noise ** 2) for name in ("sums", "common", "teacher"))
     assert teacher / (sums + common + teacher) == pytest.approx(share)
     assert sums == pytest.approx(common)
@@ -52,7 +60,8 @@ def test_there_is_more_to_learn_where_there_is_less_noise(
     epsilon: float, sizes: tuple[int, int] | None, steps: int
 ) -> None:
     public = PublicFacts((1, 28, 28), ("a", "b"), labelled=True, sizes=sizes)
-    assert Atelier(epsilon=epsilon, device="cpu").plan(public)["teacher"].times == steps
+    model = Atelier(epsilon=epsilon, device="cpu", preset="default")
+    assert model.plan(public)["teacher"].times == steps
 
 
 @pytest.mark.parametrize(
@@ -65,28 +74,31 @@ def test_what_classes_have_in_common_is_asked_for_where_there_is_much_noise(
     public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(sizes,) * 10 if sizes else None)
     model = Atelier(epsilon=epsilon, device="cpu")
     assert ("common" in [release.name for release in model.plan(public).releases]) == there
-    forced = Atelier(epsilon=epsilon, common_above=0.0, device="cpu").plan(public)
+    forced = build(Atelier, epsilon=epsilon, device="cpu", painter=replace(CPU, common_threshold=0.0)).plan(public)
     assert "common" in [release.name for release in forced.releases]
 
 
-def test_the_painter_is_cautious_where_noise_is_great_but_for_what_was_asked_for(few_digits: ImageSet) -> None:
+def test_the_high_noise_preset_applies_by_public_facts_and_never_to_what_was_given(few_digits: ImageSet) -> None:
     public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(6_000,) * 10)
-    assert Atelier(epsilon=1.0)._suiting(public) == {}
-    assert Atelier(epsilon=math.inf, common_above=0.0)._suiting(public) == {}
-    assert Atelier(epsilon=10.0, caution="on")._suiting(public) == CAUTIOUS
-    assert Atelier(epsilon=0.2, caution="off")._suiting(public) == {}
-    assert "steps 1800" in Atelier(epsilon=0.2).explain_plan(public)[0]
+
+    def sources(**params: Any) -> dict[str, str]:
+        found = Atelier(**{"device": "cpu", **params}).settings(public)
+        return {setting.name: setting.source for setting in found}
+
+    assert sources(epsilon=1.0)["painter"] == sources(epsilon=math.inf)["painter"] == "preset cpu"
+    assert (
+        sources(epsilon=0.2)["painter"] == sources(epsilon=10.0, preset="high-noise")["painter"] == "preset high-noise"
+    )
+    assert sources(epsilon=0.2)["steps"] == "preset high-noise"
+    assert sources(epsilon=0.2, steps=4500)["steps"] == "given", "also a value that equals the default"
+    assert sources(epsilon=0.2, preset="default")["painter"] == "default"
     assert Atelier(epsilon=1.0).explain_plan(public) == []
-    assert Atelier(epsilon=1.0, teacher_encoder="vgg11").explain_plan(public) == [ENCODED]
-    assert Atelier(epsilon=0.2, encoder="vgg11").explain_plan(public)[1:] == [ENCODED]
-    assert Atelier(epsilon=0.2)._suiting(public) == CAUTIOUS
-    asked = Atelier(epsilon=0.2, steps=3000)._suiting(public)
-    assert asked == {name: value for name, value in CAUTIOUS.items() if name != "steps"}
-    assert "smoothness" not in Atelier(epsilon=0.2, autoencoder="taef2")._suiting(public)
-    model = Atelier(**QUICK).fit(few_digits)
-    assert model.certificate_.parameters["smoothness"] == CAUTIOUS["smoothness"]
+    assert Atelier(epsilon=1.0, encoder="vgg11").explain_plan(public) == [ENCODER_NOTE]
+    model = Atelier(epsilon=0.2, autoencoder="taef2", device="cpu")
+    assert model._resolved(public)._painter(replace(public, shape=(1, 64, 64))).settings.smoothness == 0
+    model = quick().fit(few_digits)
+    assert model.certificate_.parameters["painter"]["smoothness"] == 0.6
     assert model.certificate_.parameters["steps"] == QUICK["steps"]
-    assert model.smoothness == 0, "a fit changes no parameter"
 
 
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
@@ -96,7 +108,7 @@ def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: Ima
     assert torch.allclose(seen.sum(1), torch.ones(len(seen)), atol=1e-5)
     assert (seen.argmax(1) == few_digits.labels).float().mean() > 0.6
     others = ImageSet(few_digits.images, (few_digits.labels + 1) % 3, few_digits.classes)
-    seen = Atelier(**QUICK).fit(others).probabilities(few_digits)
+    seen = quick().fit(others).probabilities(few_digits)
     assert (seen.argmax(1) == others.labels).float().mean() > 0.5
 
 
@@ -153,15 +165,14 @@ def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) 
     assert made.soft_labels is not None
     assert torch.equal(made.soft_labels, fitted.probabilities(made))
     assert torch.equal(made.images, fitted.sample(30).images)
-    again = load(Atelier(**QUICK, soft_labels=True).fit(made, run_dir=tmp_path).save(tmp_path), device="cpu")
+    again = load(quick(soft_labels=True).fit(made, run_dir=tmp_path).save(tmp_path), device="cpu")
     assert again.sample(5).soft_labels is not None
 
 
 def test_the_teacher_may_look_through_an_encoder_alone(encoder: str, few_digits: ImageSet, tmp_path: Path) -> None:
-    model = Atelier(**QUICK, teacher_encoder=encoder, teacher_side=16).fit(few_digits, run_dir=tmp_path)
+    model = quick(encoder=encoder).fit(few_digits, run_dir=tmp_path)
     facts = model.certificate_.public_facts
-    assert facts["teacher_encoder"]["trained_on"] == "random numbers"
-    assert "encoder" not in facts
+    assert facts["encoder"]["trained_on"] == "random numbers"
     again = load(tmp_path, device="cpu")
     assert isinstance(again, Atelier)
     assert torch.allclose(again.probabilities(few_digits), model.probabilities(few_digits), atol=1e-6)
@@ -170,7 +181,7 @@ def test_the_teacher_may_look_through_an_encoder_alone(encoder: str, few_digits:
 @pytest.mark.usefixtures("averages")
 def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path: Path) -> None:
     assert large_digits.labels is not None
-    model = Atelier(**QUICK, autoencoder="taef2").fit(large_digits, run_dir=tmp_path)
+    model = quick(autoencoder="taef2").fit(large_digits, run_dir=tmp_path)
     assert (model.probabilities(large_digits).argmax(1) == large_digits.labels).float().mean() > 0.6
     made = model.sample(30, soft_labels=True)
     assert made.shape == large_digits.shape
@@ -182,19 +193,25 @@ def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path:
 @pytest.mark.usefixtures("averages")
 @pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
 def test_maps_are_painted_and_seen_soundly(fewer_large_digits: ImageSet, adjacency: str) -> None:
-    options = {**QUICK, "steps": 1, "paths": 1, "lessons": 20, "teacher_steps": 2, "autoencoder": "taef2"}
-    make = lambda **params: Atelier(**{**options, "public_size": False, **params})  # noqa: E731
-    _check_neighbours(make, fewer_large_digits, 21, adjacency, Vault)
+    options = {
+        "steps": 1,
+        "painter": replace(PAINTER, paths=1, cnn_images=20),
+        "teacher": TeacherSettings(steps=2, cnn_images=20),
+        "autoencoder": "taef2",
+        "public_size": False,
+    }
+    make = lambda **params: quick(**{**options, **params})  # noqa: E731
+    _check_neighbours(make, fewer_large_digits, 21, adjacency, GradientVault)
 
 
 def test_without_classes_the_painter_works_alone(few_digits: ImageSet) -> None:
-    model = Atelier(**QUICK).fit(ImageSet(few_digits.images))
+    model = quick().fit(ImageSet(few_digits.images))
     assert [event["name"] for event in model.certificate_.events] == ["sums"]
     assert len(model.sample(5)) == 5
     with pytest.raises(DataError, match="no teacher"):
         model.probabilities(few_digits)
     with pytest.raises(DataError, match="no teacher"):
-        Atelier(**QUICK, soft_labels=True).plan(ImageSet(few_digits.images).public())
+        quick(soft_labels=True).plan(ImageSet(few_digits.images).public())
 
 
 def test_components_are_level_and_of_mean_norm_one() -> None:
@@ -210,12 +227,11 @@ def test_components_are_level_and_of_mean_norm_one() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"form": "gp"}, "atelier.s painter is pathwise"),
         ({"disagreement": "shout"}, "relabel"),
         ({"teacher_share": 1.0}, "between 0 and 1"),
-        ({"autoencoder": "taef2", "teacher_encoder": "vgg11"}, "leave one out"),
+        ({"autoencoder": "taef2", "encoder": "vgg11"}, "leave one out"),
     ],
 )
 def test_bad_settings_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Atelier(**{**QUICK, **params}).validate()
+        quick(**params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,30 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
-from sfumato.engine import Vault
+from sfumato.engine import GradientVault
 from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
-from sfumato.methods.dp_lflow import COLD
 from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 
 QUICK: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
 
 
-def test_public_facts_settle_no_budget(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sf.create("dp-merf", epsilon=3.0, **QUICK)
-    monkeypatch.setattr(type(model), "_suiting", lambda *_: {"steps": 3})
-    assert model.fit(few_digits).certificate_.parameters["steps"] == 3
-    assert model.get_params()["steps"] == QUICK["steps"]
-    monkeypatch.setattr(type(model), "_suiting", lambda *_: {"epsilon": 30.0})
+def test_a_preset_changes_no_budget_and_nothing_that_was_given(
+    few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METHODS["dp-merf"], "presets", {"tiny": {"steps": 3, "learning_rate": 1e-2}})
+    model = sf.create("dp-merf", epsilon=3.0, preset="tiny", **QUICK)
+    parameters = model.fit(few_digits).certificate_.parameters
+    assert (parameters["steps"], parameters["learning_rate"]) == (QUICK["steps"], 1e-2)
+    assert model.get_params()["learning_rate"] == 5e-3, "a fit changes no parameter"
+    found = {setting.name: (setting.value, setting.source) for setting in model.settings(few_digits.public())}
+    assert found["steps"] == (QUICK["steps"], "given")
+    assert found["learning_rate"] == (1e-2, "preset tiny")
+    assert found["delta"] == (1e-5, "default")
+    with pytest.raises(ValueError, match="preset must be one of auto, default, tiny, got 'huge'"):
+        sf.create("dp-merf", preset="huge")
+    monkeypatch.setattr(METHODS["dp-merf"], "presets", {"tiny": {"epsilon": 30.0}})
+    model = sf.create("dp-merf", preset="tiny", **QUICK)
     for act in (lambda: model.plan(few_digits.public()), lambda: model.fit(few_digits)):
         with pytest.raises(ValueError, match="must not change epsilon"):
             act()
@@ -55,8 +65,8 @@ def test_parameters_are_stored_and_set() -> None:
         ({"steps": 1.5}, "steps must be a whole number"),
         ({"steps": "many"}, "steps must be a whole number"),
         ({"steps": True}, "steps must be a whole number"),
-        ({"ema": "x"}, "ema must be a number"),
-        ({"window": (1,)}, "window must be 2 numbers"),
+        ({"learning_rate": "x"}, "learning_rate must be a number"),
+        ({"ema": 0.5}, "has no parameter 'ema'"),
         ({"secure": 1}, "secure must be True or False"),
         ({"device": "gpu"}, "device must be"),
         ({"device": 3}, "device must be text"),
@@ -67,33 +77,57 @@ def test_bad_parameters_are_named(params: dict[str, Any], message: str) -> None:
         sf.create("dp-merf", **params)
 
 
+def test_constants_are_named_checked_and_recorded(few_digits: ImageSet) -> None:
+    model = sf.create("dp-merf", epsilon=3.0, **QUICK).with_constants(ema=0.5, window=(0.1, 1.0))
+    parameters = model.fit(few_digits).certificate_.parameters
+    assert (parameters["ema"], parameters["window"]) == (0.5, [0.1, 1.0])
+    assert "ema" not in model.get_params()
+    for values, message in (
+        ({"emma": 1}, "no constant 'emma'; it has .*ema"),
+        ({"steps": 3}, "no constant 'steps'"),
+        ({"ema": "x"}, "ema must be a number"),
+        ({"window": (1,)}, "window must be 2 numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sf.create("dp-merf").with_constants(**values)
+
+
 def test_what_may_be_zero_may_not_be_less() -> None:
-    assert sf.create("dp-kernel", smoothness=0.0).get_params()["smoothness"] == 0
-    with pytest.raises(ValueError, match="smoothness must be 0 or greater, got -1"):
-        sf.create("dp-kernel", smoothness=-1)
-    with pytest.raises(ValueError, match="smoothness must be a number, got False"):
-        sf.create("dp-kernel", smoothness=False)
+    assert sf.create("atelier", variety=0.0).get_params()["variety"] == 0
+    with pytest.raises(ValueError, match="variety must be 0 or greater, got -1"):
+        sf.create("atelier", variety=-1)
+    with pytest.raises(ValueError, match="variety must be a number, got False"):
+        sf.create("atelier", variety=False)
 
 
-def test_without_a_gpu_defaults_are_those_that_finish_there() -> None:
-    assert create("dp-kernel", device="cpu").get_params()["steps"] == METHODS["dp-kernel"].on_cpu["steps"]
-    assert create("dp-kernel", device="cpu", steps=7).get_params()["steps"] == 7
-    assert METHODS["dp-kernel"]().get_params()["steps"] > METHODS["dp-kernel"].on_cpu["steps"]
+def test_presets_name_settings_of_their_method(few_digits: ImageSet) -> None:
     for method in METHODS.values():
-        method.check_params(method.on_cpu)
-        for (name, _), others in method.suited.items():
-            method.check_params({name: None, **others})
+        names = {each.name for each in fields(method)}
+        for name, values in method.presets.items():
+            assert values.keys() <= names, (method.key, name)
+            method(**({"epsilon": math.inf} if method.key == "dm" else {}), preset=name).plan(few_digits.public())
 
 
-def test_parameters_go_with_each_other() -> None:
-    """Defaults depend on what is given; what is given stands."""
-    cold, own = create("dp-lflow", warm="none"), create("dp-lflow", warm="none", steps=7)
-    assert (cold.get_params()["steps"], own.get_params()["steps"]) == (COLD["steps"], 7)
-    published = create("pge", form="published").get_params()
-    assert (published["warm"], published["steps"]) == ("none", 2000)
-    assert create("pge", device="cpu").get_params()["warm"] == "dp-merf"
-    with pytest.raises(ValueError, match="no warm start"):
-        create("pge", form="published", warm="dp-merf")
+def test_presets_apply_by_device_and_by_what_is_given(few_digits: ImageSet) -> None:
+    public = few_digits.public()
+
+    def settings(key: str, **params: Any) -> dict[str, Any]:
+        return {setting.name: setting.value for setting in create(key, device="cpu", **params).settings(public)}
+
+    assert settings("dp-kernel")["steps"] == METHODS["dp-kernel"].presets["cpu"]["steps"]
+    assert settings("dp-kernel", steps=7)["steps"] == 7
+    assert settings("dp-kernel", preset="default")["steps"] == 4500
+    cold = METHODS["dp-lflow"].presets["no-warm-start"]
+    assert settings("dp-lflow", warm="none")["steps"] == cold["steps"]
+    assert settings("dp-lflow", warm="none", steps=7)["steps"] == 7
+    assert settings("pge")["warm"] == "dp-merf"
+    assert settings("pge", autoencoder="taef2")["warm"] == "none"
+    assert settings("pge-as-published")["warm"] == "none"
+
+
+def test_the_class_and_the_registry_give_the_same_model() -> None:
+    for key, method in METHODS.items():
+        assert method().get_params() == create(key).get_params()
 
 
 def test_the_default_method_is_that_of_the_device() -> None:
@@ -142,7 +176,7 @@ def test_saving_and_loading(fitted: Synthesizer, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.pkl"))
 
 
-@pytest.mark.parametrize("damage", ["absent", "no-config", "not-json", "other-format", "no-weights"])
+@pytest.mark.parametrize("damage", ["absent", "no-config", "not-json", "other-format", "0.1.0", "no-weights"])
 def test_what_is_no_model_is_refused(damage: str, fitted: Synthesizer, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     if damage != "absent":
@@ -152,11 +186,12 @@ def test_what_is_no_model_is_refused(damage: str, fitted: Synthesizer, tmp_path:
         config.unlink()
     elif damage == "not-json":
         config.write_text("{")
-    elif damage == "other-format":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "format": "x"}))
+    elif damage in ("other-format", "0.1.0"):
+        version = "x" if damage == "other-format" else "sfumato-model/1"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "format": version}))
     elif damage == "no-weights":
         (folder / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"model|format"):
+    with pytest.raises(DataError, match=r"of sfumato 0\.1\.0; fit again" if damage == "0.1.0" else r"model|format"):
         sf.load(folder)
 
 
@@ -171,14 +206,14 @@ def test_a_run_folder_is_used_once(few_digits: ImageSet, tmp_path: Path) -> None
 
 def interrupted(images: ImageSet, folder: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
     """A run that is stopped when its first result was handed out."""
-    answer = Vault._answer
+    answer = GradientVault._answer
 
     def stop(*args: Any) -> torch.Tensor:
         answer(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Vault, "_answer", stop)
+        patch.setattr(GradientVault, "_answer", stop)
         with pytest.raises(KeyboardInterrupt):
             sf.create("dp-merf", **{**QUICK, **params}).fit(images, run_dir=folder)
 
@@ -186,8 +221,8 @@ def interrupted(images: ImageSet, folder: Path, monkeypatch: pytest.MonkeyPatch,
 def test_an_interrupted_run_is_resumed_with_equal_settings_only(
     few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(few_digits, tmp_path, monkeypatch, epsilon=3, window=[0.05, 1])
-    same = {**QUICK, "epsilon": 3.0, "window": (0.05, 1.0)}
+    interrupted(few_digits, tmp_path, monkeypatch, epsilon=3, learning_rate=0.005)
+    same = {**QUICK, "epsilon": 3.0, "learning_rate": 5e-3}
     with pytest.raises(DataError, match="holds a run already"):
         sf.create("dp-merf", **same).fit(few_digits, run_dir=tmp_path)
     for other, field in (({"epsilon": 4.0}, "epsilon"), ({"features": 51}, "parameters"), ({"delta": 1e-6}, "delta")):

@@ -11,12 +11,13 @@ import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
 from sfumato.evaluate import downstream_accuracy
-from sfumato.evaluate.classifiers import Recipe
-from sfumato.methods.condensation import Condenser, Matcher, Views
+from sfumato.evaluate.utility import Recipe
+from sfumato.methods.condensation import Condenser, Matcher, RandomViews
 from sfumato.methods.registry import create, load
 from sfumato.nets.random_convnet import depth_for, draw_networks, embed
 from sfumato.privacy import BudgetExceeded, Ledger
-from sfumato.synth import synthesize
+from sfumato.synthesize import synthesize
+from sfumato.testing import build
 
 CONDENSERS = ("ldpdc", "ndpdc", "dpmix")
 QUICK: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def quick(key: str, **params: Any) -> Condenser:
-    model = create(key, **{"images_per_class": 4, "device": "cpu", **QUICK[key], **params})
+    model = build(key, **{"images_per_class": 4, "device": "cpu", **QUICK[key], **params})
     assert isinstance(model, Condenser)
     return model
 
@@ -70,7 +71,7 @@ def test_pulling_towards_real_means_brings_them_nearer(unit: bool, digits: Image
     assert digits.labels is not None
     public = digits.public()
     generator = torch.Generator().manual_seed(0)
-    views = Views(public, generator, width=16, flip=False)
+    views = RandomViews(public, generator, width=16, flip=False)
     rate = 2.0 if not unit else 1000.0
     matcher = Matcher(public, 5, 60, generator, unit=unit, learning_rate=rate, momentum=0.5, decay=True, average=0.1)
     real = digits.images.float() / 127.5 - 1
@@ -93,7 +94,7 @@ def test_smooth_steps_are_smooth_and_as_strong() -> None:
 
     def moved(smoothness: float) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        views = Views(public, generator, width=16, flip=None)
+        views = RandomViews(public, generator, width=16, flip=None)
         start = torch.zeros(8, 1, 16, 16)
         start += 0.1 * torch.randn(start.shape, generator=generator)
         matcher = Matcher(
@@ -125,7 +126,7 @@ def test_many_classes_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        views = Views(public, generator, width=8, flip=True)
+        views = RandomViews(public, generator, width=8, flip=True)
         matcher = Matcher(public, 3, 2, generator, unit=True, learning_rate=100.0, momentum=0.5)
         for _ in range(2):
             view = views.next()
@@ -143,7 +144,7 @@ def test_many_classes_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("key", CONDENSERS)
 def test_a_condensed_set_gives_each_image_once_and_no_more(key: str, digits: ImageSet) -> None:
     model = quick(key, epsilon=5.0).fit(digits)
-    most = model.most(digits.public())
+    most = model.max_samples(digits.public())
     assert most == 40
     whole = model.sample(most)
     assert whole.labels is not None
@@ -158,7 +159,7 @@ def test_a_condensed_set_gives_each_image_once_and_no_more(key: str, digits: Ima
 
 
 def test_synth_takes_all_there_is_and_refuses_more_before_anything_is_spent(tmp_path: Path, digits: ImageSet) -> None:
-    with pytest.raises(DataError, match="makes 40 images and no more"):
+    with pytest.raises(DataError, match="creates at most 40 images"):
         synthesize(quick("ldpdc"), digits, tmp_path / "a", number=41)
     assert not (tmp_path / "a" / "ledger.jsonl").exists()
     assert synthesize(quick("ldpdc"), digits, tmp_path / "b").number == 40
@@ -251,7 +252,7 @@ def test_ldpdc_is_the_average_of_its_sample_when_there_is_no_noise(digits: Image
 def test_ndpdc_learns_digits(residual: bool, digits: ImageSet) -> None:
     """Some 140 images a class; a classifier that has seen nothing but 100 synthetic ones."""
     bound = 0.3 if residual else 1.0
-    model = create(
+    model = build(
         "ndpdc", epsilon=8.0, images_per_class=10, iterations=60, width=32, sampling_prob=0.3, bound=bound,
         residual=residual, device="cpu",
     ).fit(digits)  # fmt: skip

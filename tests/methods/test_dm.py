@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,27 +12,18 @@ import torch
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.evaluate import downstream_accuracy
+from sfumato.evaluate.two_sample import bai_saranadasa
+from sfumato.methods.as_published.free_privacy_claim import basis_of, linear_construction, matching_losses, outside_span
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.dm import class_batches, initial_noise
+from sfumato.testing import build
 
 QUICK: dict[str, Any] = {"images_per_class": 10, "batch_size": 32, "width": 32, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def experiment() -> ModuleType:
-    """benchmarks/privacy_for_free.py"""
-    path = Path(__file__).parents[2] / "benchmarks" / "privacy_for_free.py"
-    spec = importlib.util.spec_from_file_location("privacy_for_free", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def fitted(digits: ImageSet) -> Synthesizer:
-    return sf.create("dm", iterations=150, **QUICK).fit(digits)
+    return build("dm", iterations=150, **QUICK).fit(digits)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +33,10 @@ def noise(digits: ImageSet) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def linear(digits: ImageSet, noise: torch.Tensor, experiment: ModuleType) -> torch.Tensor:
+def linear(digits: ImageSet, noise: torch.Tensor) -> torch.Tensor:
     """Eq. 8 from the same noise."""
     pairs = zip(noise.split(10), by_class(digits), strict=True)
-    return torch.cat([experiment.linear_construction(*pair) for pair in pairs])
+    return torch.cat([linear_construction(*pair) for pair in pairs])
 
 
 def by_class(images: ImageSet) -> list[torch.Tensor]:
@@ -55,21 +44,19 @@ def by_class(images: ImageSet) -> list[torch.Tensor]:
     return [pixels[images.labels == label] for label in range(len(images.classes))]
 
 
-def losses(experiment: ModuleType, digits: ImageSet, **sets: torch.Tensor) -> dict[str, list[float]]:
-    found = experiment.matching_losses(
-        sets, digits, networks=5, seed=1, device=torch.device("cpu"), batch_size=64, width=32
-    )
+def losses(digits: ImageSet, **sets: torch.Tensor) -> dict[str, list[float]]:
+    found = matching_losses(sets, digits, networks=5, seed=1, device=torch.device("cpu"), batch_size=64, width=32)
     assert isinstance(found, dict)
     return found
 
 
 def test_it_starts_from_the_noise(digits: ImageSet, noise: torch.Tensor) -> None:
-    model = sf.create("dm", iterations=1, learning_rate=1e-9, **QUICK).fit(digits)
+    model = build("dm", iterations=1, learning_rate=1e-9, **QUICK).fit(digits)
     assert torch.allclose(model.images_, noise.clamp(-1, 1), atol=1e-5)  # type: ignore[attr-defined]
 
 
-def test_matching_lowers_the_loss(digits: ImageSet, fitted: Any, noise: torch.Tensor, experiment: ModuleType) -> None:
-    found = losses(experiment, digits, noise=noise, dm=fitted.images_)
+def test_matching_lowers_the_loss(digits: ImageSet, fitted: Any, noise: torch.Tensor) -> None:
+    found = losses(digits, noise=noise, dm=fitted.images_)
     assert max(found["dm"]) < min(found["noise"]) / 20
 
 
@@ -79,7 +66,7 @@ def test_it_teaches_a_classifier(digits: ImageSet, fitted: Synthesizer) -> None:
 
 
 def test_the_certificate_says_none(few_digits: ImageSet, tmp_path: Path) -> None:
-    model = sf.create("dm", iterations=2, **QUICK).fit(few_digits, run_dir=tmp_path)
+    model = build("dm", iterations=2, **QUICK).fit(few_digits, run_dir=tmp_path)
     certificate = model.certificate_
     assert (certificate.guarantee, certificate.epsilon) == ("none", None)
     assert certificate.void is not None
@@ -96,16 +83,16 @@ def test_the_certificate_says_none(few_digits: ImageSet, tmp_path: Path) -> None
 
 def test_a_budget_is_refused(few_digits: ImageSet) -> None:
     with pytest.raises(ValueError, match="cannot keep epsilon 1"):
-        sf.create("dm", epsilon=1.0)
+        build("dm", epsilon=1.0)
     with pytest.raises(ValueError, match="cannot keep epsilon 3"):
-        sf.create("dm", **QUICK).set_params(epsilon=3.0).fit(few_digits)
+        build("dm", **QUICK).set_params(epsilon=3.0).fit(few_digits)
     planned = sf.create("dm").plan(few_digits.public())
     assert planned.epsilon == math.inf
     assert [release.noise for release in planned.releases] == [0]
 
 
 def test_unlabelled_images_are_one_class(digits: ImageSet) -> None:
-    model = sf.create("dm", iterations=2, **QUICK).fit(ImageSet(digits.images))
+    model = build("dm", iterations=2, **QUICK).fit(ImageSet(digits.images))
     sample = model.sample(10)
     assert sample.labels is None
     assert sample.shape == digits.shape
@@ -129,49 +116,44 @@ def test_batches_hold_each_class_alike(few_digits: ImageSet) -> None:
 def test_an_empty_class_is_named(few_digits: ImageSet) -> None:
     absent = ImageSet(few_digits.images[:60], few_digits.labels[:60], few_digits.classes)  # type: ignore[index]
     with pytest.raises(DataError, match="no images of class '3'"):
-        sf.create("dm", **QUICK).fit(absent)
+        build("dm", **QUICK).fit(absent)
 
 
-def test_the_basis_spans_the_class_and_no_more(digits: ImageSet, experiment: ModuleType) -> None:
+def test_the_basis_spans_the_class_and_no_more(digits: ImageSet) -> None:
     """Thirty images in 64 dimensions: who is a member can be read off Q."""
     members, others = by_class(digits)[3][:30], by_class(digits)[3][30:]
-    basis = experiment.basis_of(members.flatten(1))
+    basis = basis_of(members.flatten(1))
     assert basis.shape == (64, 64)
     assert torch.allclose(basis.T @ basis, torch.eye(64, dtype=torch.float64), atol=1e-9)
-    assert experiment.outside_span(basis, 30, members).max() < 1e-9
-    assert experiment.outside_span(basis, 30, others).min() > 1e-3
+    assert outside_span(basis, 30, members).max() < 1e-9
+    assert outside_span(basis, 30, others).min() > 1e-3
 
 
-def test_known_noise_gives_the_basis_away(digits: ImageSet, experiment: ModuleType) -> None:
+def test_known_noise_gives_the_basis_away(digits: ImageSet) -> None:
     """As many images as pixels, and the seed that they came from: Q follows, and with it the members."""
     members, others = by_class(digits)[3][:30], by_class(digits)[3][30:]
     noise = torch.randn(65, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    made = experiment.linear_construction(noise, members)
+    made = linear_construction(noise, members)
     known, seen = noise.flatten(1), made.flatten(1)
     found = torch.linalg.solve(known[1:] - known[0], seen[1:] - seen[0]).T  # the mean cancels
-    assert experiment.outside_span(found, 30, members).max() < 1e-6
-    assert experiment.outside_span(found, 30, others).min() > 1e-3
+    assert outside_span(found, 30, members).max() < 1e-6
+    assert outside_span(found, 30, others).min() > 1e-3
 
 
-def test_eq_8_is_not_what_matching_makes(
-    digits: ImageSet, fitted: Any, linear: torch.Tensor, experiment: ModuleType
-) -> None:
+def test_eq_8_is_not_what_matching_makes(digits: ImageSet, fitted: Any, linear: torch.Tensor) -> None:
     """Its loss is far higher, also when cut to black and white, so it is no minimum of Eq. 3."""
-    found = losses(experiment, digits, linear=linear, cut=linear.clamp(-1, 1), dm=fitted.images_)
+    found = losses(digits, linear=linear, cut=linear.clamp(-1, 1), dm=fitted.images_)
     assert max(found["dm"]) < min(found["linear"]) / 5
     assert max(found["dm"]) < min(found["cut"]) / 5
 
 
-def test_eq_8_is_another_distribution(
-    digits: ImageSet, fitted: Any, linear: torch.Tensor, experiment: ModuleType
-) -> None:
+def test_eq_8_is_another_distribution(digits: ImageSet, fitted: Any, linear: torch.Tensor) -> None:
     """Spreads differ in every class. Means need not: on digits they do not (docs/privacy-for-free.md)."""
     parts = zip(linear.split(10), fitted.images_.split(10), by_class(digits), strict=True)
-    found = [experiment.compare(*part) for part in parts]
-    assert max(result["spreads"]["p"] for result in found) < 1e-6
+    spreads = [[(some - real.mean(0)).square() for some in (one, other)] for one, other, real in parts]
+    assert max(bai_saranadasa(*pair)[1] for pair in spreads) < 1e-6
 
 
-def test_the_comparison_finds_another_mean(digits: ImageSet, experiment: ModuleType, linear: torch.Tensor) -> None:
+def test_the_comparison_finds_another_mean(linear: torch.Tensor) -> None:
     """Images of a wrong class: the test has the power to see it."""
-    found = experiment.compare(linear[:10], linear[10:20], by_class(digits)[0])
-    assert found["means"]["p"] < 1e-4
+    assert bai_saranadasa(linear[:10], linear[10:20])[1] < 1e-4

@@ -12,24 +12,19 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
-from sfumato.encoders.private import PrivateEncoder
-from sfumato.encoders.weights import sha256_of
-from sfumato.engine import Performance, Vault
 from sfumato.evaluate import downstream_accuracy
-from sfumato.methods.check import check_synthesizer
-from sfumato.methods.checkpoints import Checkpoints
+from sfumato.features.weights import sha256_of
 from sfumato.methods.dp_mepf import (
     CONFIDENCE,
+    EarlyStopping,
     Embedding,
-    Matching,
-    Nearest,
+    MomentMatching,
     PerceptualEmbedding,
     distance,
     shift_bounds,
-    tones,
 )
-from sfumato.methods.generating import Training
-from sfumato.privacy import Budget, Plan, Release
+from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining
+from sfumato.testing import build, check_synthesizer
 
 FACTS = PublicFacts((1, 12, 8), ("a", "b"), True)
 QUICK: dict[str, Any] = {
@@ -37,11 +32,15 @@ QUICK: dict[str, Any] = {
     "steps": 4,
     "snapshots": 2,
     "batch_size": 40,
-    "width": 8,
+    "generator": GeneratorSizes("residual", width=8),
     "device": "cpu",
     "epsilon": 5.0,
     "secure": False,
 }
+
+
+def quick(kind: Any = PerceptualEmbedding, **settings: Any) -> Any:
+    return build(kind, **{**QUICK, **settings})
 
 
 @pytest.fixture(params=["scattering", "network"])
@@ -50,7 +49,7 @@ def source(request: pytest.FixtureRequest, encoder: str) -> str:
 
 
 def one_moment(embedding: Embedding, images: torch.Tensor, power: int) -> torch.Tensor:
-    return embedding.rows(images, range(power, power + 1), stopping=False)
+    return embedding.rows(images, range(power, power + 1), pooled=False)
 
 
 # -- features -----------------------------------------------------------------------------------------------------
@@ -83,27 +82,11 @@ def test_brightness_shows(source: str) -> None:
             assert difference.norm(dim=1).min() > 0.1
 
 
-def test_tones_are_a_layer_of_their_own(encoder: str) -> None:
-    plain, toned = (
-        PerceptualEmbedding(encoder=encoder, tones=count, device="cpu")._embedding(FACTS) for count in (0, 3)
-    )
-    images = torch.rand(5, *FACTS.shape) * 2 - 1
-    with torch.no_grad():
-        assert toned.dimension == plain.dimension + 3 * math.prod(FACTS.shape)
-        assert one_moment(toned, images, 2).shape == (5, toned.dimension)
-        first, *others = toned.maps(images)
-        assert all(torch.equal(a, b) for a, b in zip(others, plain.maps(images), strict=True))
-    assert torch.allclose(first.unflatten(1, (1, 3)).sum(2), torch.ones(5, *FACTS.shape))
-    middle = torch.tensor([-2.0, -1.0, -0.5, 0.0, 1.0]).view(1, 1, 1, 5)
-    near = tones(middle, 3)[0, :, 0].T.tolist()
-    assert near == [[1, 0, 0], [1, 0, 0], [0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]]
-
-
 def test_second_moments_are_squares_of_what_the_first_normalise(encoder: str) -> None:
     embedding = PerceptualEmbedding(encoder=encoder, layers="paper", device="cpu")._embedding(FACTS)
     images = torch.rand(3, *FACTS.shape) * 2 - 1
     with torch.no_grad():
-        raw = torch.cat([values.permute(0, 2, 3, 1).flatten(1) for values in embedding.maps(images)], 1)
+        raw = torch.cat([values.permute(0, 2, 3, 1).flatten(1) for values in embedding.network(images)], 1)
         for power in (1, 2):
             by_hand = raw**power / (raw**power).norm(dim=1, keepdim=True)
             assert torch.allclose(one_moment(embedding, images, power), by_hand, atol=1e-6)
@@ -113,7 +96,7 @@ def test_balanced_layers_have_the_same_length(encoder: str) -> None:
     embedding = PerceptualEmbedding(encoder=encoder, layers="balanced", device="cpu")._embedding(FACTS)
     images = torch.rand(3, *FACTS.shape) * 2 - 1
     with torch.no_grad():
-        sizes = [values[0].numel() for values in embedding.maps(images)]
+        sizes = [values[0].numel() for values in embedding.network(images)]
         for power in (1, 2):
             parts = one_moment(embedding, images, power).split(sizes, 1)
             for part in parts:
@@ -126,27 +109,6 @@ def test_the_encoders_that_are_shipped_are_the_defaults_and_say_what_they_saw() 
         assert data in model._facts(replace(FACTS, shape=shape))["encoder"]["trained_on"]
 
 
-def test_a_private_encoder_is_sound_and_is_paid_for(fewer_digits: ImageSet) -> None:
-    settings = {**QUICK, "encoder": "dp", "encoder_steps": 2, "steps": 2, "secure": True}
-    check_synthesizer(lambda **params: PerceptualEmbedding(**{**settings, **params}), fewer_digits)
-    certificate = PerceptualEmbedding(**settings).fit(fewer_digits).certificate_
-    assert [event["name"] for event in certificate.events] == ["counts", "encoder", "moments"]
-    assert "private" in certificate.public_facts["encoder"]["trained_on"]
-    with pytest.raises(DataError, match="there are none"):
-        PerceptualEmbedding(**settings).plan(ImageSet(fewer_digits.images).public())
-
-
-def test_a_private_encoder_learns_to_tell_classes(few_digits: ImageSet) -> None:
-    release = Release("encoder", 60, 0.5, 0.1)
-    vault = Vault(few_digits, Plan([release], Budget(1e6)), secure=False, performance=Performance())
-    network = PrivateEncoder(few_digits.shape, len(few_digits.classes), seed=0)
-    network.learn(vault, release, len(few_digits), Checkpoints(None, vault).loop)
-    with torch.no_grad():
-        scores = network.classifier(network(few_digits.images.float() / 127.5 - 1)[-1].mean((2, 3)))
-    assert few_digits.labels is not None
-    assert (scores.argmax(1) == few_digits.labels).float().mean() > 0.8
-
-
 # -- releases -----------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +118,7 @@ def test_a_private_encoder_learns_to_tell_classes(few_digits: ImageSet) -> None:
 def test_what_is_released_is_what_was_planned(
     few_digits: ImageSet, moments: int, stopping: bool, public_size: bool
 ) -> None:
-    model = PerceptualEmbedding(**QUICK, moments=moments, stopping=stopping, public_size=public_size)
+    model = quick(moments=moments, early_stopping=stopping, public_size=public_size)
     planned = model.plan(model.public_facts(few_digits))
     expected = ["counts"] * (not public_size) + ["moments"]
     assert [release.name for release in planned.releases] == expected
@@ -175,9 +137,9 @@ def noise_of(**params: Any) -> float:
 
 def test_one_row_costs_what_its_parts_would_cost() -> None:
     """A second moment: as much again; early stopping: both moments at ten times the noise."""
-    one, two = noise_of(moments=1, stopping=False), noise_of(moments=2, stopping=False)
+    one, two = noise_of(moments=1, early_stopping=False), noise_of(moments=2, early_stopping=False)
     assert two / one == pytest.approx(math.sqrt(2), rel=1e-3)
-    assert noise_of(moments=2, stopping=True) / two == pytest.approx(math.sqrt(1.01), rel=1e-3)
+    assert noise_of(moments=2, early_stopping=True) / two == pytest.approx(math.sqrt(1.01), rel=1e-3)
 
 
 @pytest.mark.parametrize("moments", [1, 2])
@@ -189,15 +151,15 @@ def test_replacing_an_image_needs_only_the_square_root_of_two(moments: int) -> N
 class Listening(PerceptualEmbedding):
     """Hears what the generator is given, and trains none."""
 
-    def _fit_generator(self, public: Any, embedding: Any, means: Any, shares: Any, nearest: Any) -> None:
-        self.heard = embedding, means, shares, nearest
-        self.generator_ = self._network(public).eval()
+    def _fit_generator(self, public: Any, embedding: Any, means: Any, shares: Any, stopping: Any) -> None:
+        self.heard_ = embedding, means, shares, stopping
+        self.generator_ = self._new_generator(public).eval()
 
 
 def test_released_moments_are_the_sums_over_all_images(few_digits: ImageSet, source: str) -> None:
     """Without noise: sums of each class by hand, all over the number of images in all classes."""
-    model = Listening(**{**QUICK, "encoder": source, "epsilon": math.inf}).fit(few_digits)
-    embedding, means, shares, _ = model.heard
+    model = quick(Listening, encoder=source, epsilon=math.inf).fit(few_digits)
+    embedding, means, shares, _ = model.heard_
     pixels = few_digits.images.float() / 127.5 - 1
     assert shares[:, 0].tolist() == pytest.approx([20 / 61, 20 / 61, 20 / 61, 1 / 61], rel=1e-3)
     for power, released in enumerate(means, 1):
@@ -209,28 +171,28 @@ def test_released_moments_are_the_sums_over_all_images(few_digits: ImageSet, sou
 
 @pytest.mark.slow
 def test_it_is_sound_with_a_network(fewer_digits: ImageSet, encoder: str) -> None:
-    settings = {**QUICK, "encoder": encoder, "tones": 2, "steps": 2, "snapshots": 1}
-    check_synthesizer(lambda **params: PerceptualEmbedding(**{**settings, **params}), fewer_digits)
+    settings = {"encoder": encoder, "steps": 2, "snapshots": 1}
+    check_synthesizer(lambda **params: quick(**{**settings, **params}), fewer_digits)
 
 
 # -- what is public -----------------------------------------------------------------------------------------------
 
 
 def test_the_certificate_names_the_encoder(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
-    model = PerceptualEmbedding(**{**QUICK, "encoder": encoder}).fit(few_digits, run_dir=tmp_path / "run")
+    model = quick(encoder=encoder).fit(few_digits, run_dir=tmp_path / "run")
     named = model.certificate_.public_facts["encoder"]
     assert named["name"] == "tiny"
     assert named["trained_on"] == "random numbers"
     assert named["sha256"] == sha256_of(Path(encoder))
     assert sf.verify(tmp_path / "run" / "certificate.json")
     assert model.certificate_.public_facts["classes"] == list(few_digits.classes)
-    untrained = PerceptualEmbedding(**QUICK).fit(few_digits).certificate_.public_facts["encoder"]
+    untrained = quick().fit(few_digits).certificate_.public_facts["encoder"]
     assert untrained["trained_on"] == "nothing"
 
 
 @pytest.mark.parametrize("wrong", ["small_cifar11", "nowhere/weights.safetensors"])
 def test_a_wrong_encoder_is_refused_before_anything_is_spent(few_digits: ImageSet, wrong: str, tmp_path: Path) -> None:
-    model = PerceptualEmbedding(**{**QUICK, "encoder": wrong})
+    model = quick(encoder=wrong)
     with pytest.raises(DataError, match=Path(wrong).name):
         model.fit(few_digits, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -239,13 +201,13 @@ def test_a_wrong_encoder_is_refused_before_anything_is_spent(few_digits: ImageSe
 
 
 def test_an_encoder_that_changes_under_way_is_refused(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = PerceptualEmbedding(**QUICK)
+    model = quick()
     monkeypatch.setattr(model, "_facts", lambda public: {"encoder": {"name": "another"}})
-    with pytest.raises(DataError, match="changed under way"):
+    with pytest.raises(DataError, match="has changed since the run began"):
         model.fit(few_digits)
 
 
-@pytest.mark.parametrize(("name", "value"), [("loss", "cubic"), ("moments", 3), ("network", "large"), ("tones", 1)])
+@pytest.mark.parametrize(("name", "value"), [("loss", "cubic"), ("moments", 3), ("layers", "large"), ("tones", 1)])
 def test_wrong_parameters(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         sf.create("dp-mepf", **{name: value})
@@ -303,11 +265,11 @@ def test_the_square_loss_is_unbiased() -> None:
 
 def test_the_moving_average_follows_the_difference() -> None:
     wanted, shares = [torch.full((2, 3), 0.4)], torch.tensor([[0.5], [0.5]])
-    matching = Matching(wanted, shares, rate=0.01)
+    matching = MomentMatching(wanted, shares, rate=0.01)
     rows = torch.full((2, 4, 3), 0.2, requires_grad=True)
     for _ in range(300):
         loss = matching([rows.mean(1)], 4)
-    assert torch.allclose(matching._follow[0], torch.full((2, 3), 0.3), atol=0.01)
+    assert torch.allclose(matching._average[0], torch.full((2, 3), 0.3), atol=0.01)
     (gradient,) = torch.autograd.grad(loss, rows)
     assert torch.allclose(gradient, torch.full((2, 4, 3), -0.3 * 0.5 / 4), rtol=0.1)
 
@@ -315,19 +277,19 @@ def test_the_moving_average_follows_the_difference() -> None:
 def test_early_stopping_keeps_the_nearest_snapshot(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights that are kept are those of the step with the least distance, not the last ones."""
     seen: dict[int, torch.Tensor] = {}
-    held: list[Nearest] = []
-    look = Nearest.look
+    held: list[EarlyStopping] = []
+    measure = EarlyStopping.measure
 
-    def listen(self: Nearest, training: Training, step: int) -> None:
-        look(self, training, step)
+    def listen(self: EarlyStopping, training: GeneratorTraining, step: int) -> None:
+        measure(self, training, step)
         seen[step] = next(training.average.parameters()).clone()
         if step == 6:  # the third of five
             self._least.fill_(-10)
             self._best = {name: value.clone() for name, value in training.average.state_dict().items()}
         held[:] = [self]
 
-    monkeypatch.setattr(Nearest, "look", listen)
-    model = PerceptualEmbedding(**{**QUICK, "steps": 10, "snapshots": 5}).fit(few_digits)
+    monkeypatch.setattr(EarlyStopping, "measure", listen)
+    model = quick(steps=10, snapshots=5).fit(few_digits)
     assert list(held[0].distances) == [2, 4, 6, 8, 10]
     assert torch.equal(next(model.generator_.parameters()), seen[6])
     assert not torch.equal(seen[6], seen[10])
@@ -341,30 +303,32 @@ def test_nearest_is_measured_by_the_release(few_digits: ImageSet) -> None:
         angle = images.mean((1, 2, 3))
         return torch.stack([angle.cos(), angle.sin()], 1)
 
-    def training(seed: int) -> Training:
+    def training(seed: int) -> GeneratorTraining:
         generator = torch.Generator().manual_seed(seed)
-        made = Training(PerceptualEmbedding(**QUICK), few_digits.public(), generator, each=20, ema=0.5)
-        made.set_rate(0.02)
+        public = few_digits.public()
+        network = quick()._new_generator(public)
+        made = GeneratorTraining(network, public, generator, each=20, ema=0.5, latent=64)
+        made.trainer.set_rate(0.02)
         return made
 
-    def brighter(one: Training) -> None:
-        one.descend(-one.images(one.latent()).mean())
+    def brighter(one: GeneratorTraining) -> None:
+        one.trainer.descend(-one.images(one.latent()).mean())
 
     first, second = training(0), training(1)
     for _ in range(6):
         brighter(first)
     first.averaged()
     rows = torch.cat([brightness(first.average_images()).view(4, 20, 2) for _ in range(10)], 1)
-    nearest = Nearest(brightness, shares * rows.mean(1), shares)
+    nearest = EarlyStopping(brightness, shares * rows.mean(1), shares)
     weights = {}
     for step in range(12):
         brighter(second)
         if step % 3 == 2:
-            nearest.look(second, step + 1)
+            nearest.measure(second, step + 1)
             weights[step + 1] = next(second.average.parameters()).clone()
     found = nearest.distances
     assert found[12] > found[9] > found[6] < found[3]
-    assert torch.equal(next(nearest.chosen(second).parameters()), weights[6])
+    assert torch.equal(next(nearest.best(second).parameters()), weights[6])
 
 
 @pytest.mark.parametrize("loss", ["square", "moving"])
@@ -374,25 +338,24 @@ def test_every_loss_shape_and_number_of_classes(loss: str, shape: tuple[int, int
     pixels = torch.randint(0, 256, (12, *shape), generator=torch.Generator().manual_seed(0)).byte()
     labels = None if classes == 1 else torch.arange(12) % classes
     images = ImageSet(pixels, labels, ("all",) if classes == 1 else ("a", "b", "c"))
-    sample = sf.create("dp-mepf", **{**QUICK, "loss": loss}).fit(images).sample(10)
+    sample = quick(loss=loss).fit(images).sample(10)
     assert sample.shape == shape
     assert sample.labelled == (classes > 1)
 
 
 def test_save_and_load(few_digits: ImageSet, encoder: str, tmp_path: Path) -> None:
-    settings = {**QUICK, "encoder": encoder, "network": "mepf"}
-    model = sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run")
+    settings = {"encoder": encoder, "generator": GeneratorSizes("mepf", width=8)}
+    model = quick(**settings).fit(few_digits, run_dir=tmp_path / "run")
     before = model.sample(12, seed=5).images
     assert torch.equal(sf.load(tmp_path / "run", device="cpu").sample(12, seed=5).images, before)
     with pytest.raises(DataError, match="holds a finished run"):
-        sf.create("dp-mepf", **settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
+        quick(**settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(("source", "loss"), [("scattering", "moving"), ("network", "square")], indirect=["source"])
 def test_it_learns_digits(source: str, loss: str) -> None:
     """Seconds of training at a moderate budget: a classifier taught by the samples knows real digits; chance is 10."""
     train, test = load_images("digits"), load_images("digits", split="test")
-    model = PerceptualEmbedding(
-        encoder=source, loss=loss, epsilon=10.0, steps=60, snapshots=1, batch_size=100, secure=False, device="cpu"
-    )
+    options = {"encoder": source, "loss": loss, "epsilon": 10.0, "steps": 60, "batch_size": 100, "secure": False}
+    model = build(PerceptualEmbedding, **options, snapshots=1, device="cpu")
     assert downstream_accuracy(model.fit(train).sample(2000), test).mean > 45

@@ -25,7 +25,7 @@ def test_features_have_norm_one_whatever_the_image() -> None:
 
 def test_phases_vary_as_the_public_image_model_says() -> None:
     """Images drawn from the model itself: the standard deviation of w . x lies within the amplitude's range."""
-    model = MeanEmbedding(features=200, amplitude=(0.7, 2.8))
+    model = MeanEmbedding(features=200)
     frequencies = model._spectrum(FACTS.shape).frequencies(300, 120, torch.Generator().manual_seed(0))
 
     def root(size: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_the_release_is_the_class_means_of_the_features(few_digits: ImageSet) ->
     class Listening(MeanEmbedding):
         def _fit_generator(self, public: Any, means: torch.Tensor, frequencies: torch.Tensor, generator: Any) -> None:
             seen.update(means=means, frequencies=frequencies)
-            self.generator_ = self._network(public).eval()
+            self.generator_ = self._new_generator(public).eval()
 
     Listening(epsilon=math.inf, features=50, device="cpu").fit(few_digits)
     pixels = few_digits.images.float() / 127.5 - 1

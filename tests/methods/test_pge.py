@@ -11,27 +11,36 @@ import pytest
 import torch
 
 from sfumato.data import DataError, ImageSet, load_images
-from sfumato.encoders.codebook import Code
 from sfumato.evaluate import downstream_accuracy
-from sfumato.methods.check import check_synthesizer
-from sfumato.methods.matching import Slope, Training, Views
-from sfumato.methods.pge import GradientEstimation, randomised_response
+from sfumato.features.codebook import CodebookEncoder
+from sfumato.methods.as_published.published_pge import (
+    PublishedGradientEstimation,
+    PublishedLoss,
+    randomised_response,
+)
+from sfumato.methods.pge import GradientEstimation, SamplerSettings
 from sfumato.methods.registry import load
+from sfumato.methods.score_matching import LossGradient, ScoreSettings
+from sfumato.methods.training import Trainer
+from sfumato.methods.warm_start import WarmStartSettings
+from sfumato.testing import build, check_synthesizer
 
 QUICK: dict[str, Any] = {
     "warm": "none",
     "steps": 2,
     "sampling_prob": 0.3,
-    "views": 2,
     "width": 8,
-    "sampling_levels": 2,
-    "leapfrogs": 1,
-    "warm_images": 60,
-    "warm_steps": 2,
-    "warm_batch": 20,
+    "sampling": SamplerSettings(levels=2, leapfrogs=1),
     "device": "cpu",
 }
-MERF = {"features": 20, "steps": 2, "batch_size": 20}
+
+
+def quick(**settings: Any) -> Any:
+    return build(GradientEstimation, **{**QUICK, **settings})
+
+
+def published(**settings: Any) -> Any:
+    return build(PublishedGradientEstimation, **{**QUICK, **settings})
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +50,7 @@ def fewer(few_digits: ImageSet) -> ImageSet:
 
 
 class Warm(GradientEstimation):
-    warm_params = MERF
+    warm_parameters = {"features": 20, "steps": 2, "batch_size": 20}  # noqa: RUF012
 
 
 def batches(few_digits: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,9 +61,10 @@ def batches(few_digits: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_published_updates_of_neighbouring_batches_are_disjoint(few_digits: ImageSet) -> None:
     """Given the vectors, a step has k^b outcomes, whatever epsilon is, and they tell the batches apart: delta is 1."""
-    method = GradientEstimation(form="published", **{**QUICK, "nearest": 2})
+    method = published(nearest=2)
     public = few_digits.public()
-    network, views = method._network(public), Views(method, public)
+    network, views = method._new_network(public), method._views(public, slices=False)
+    published_loss = PublishedLoss(views)
     generator = torch.Generator().manual_seed(0)
     normals, slices = (torch.randn(2, size, generator=generator) for size in (views.draws, views.dimension))
     labels, parameters = torch.zeros(2, dtype=torch.int64), list(network.parameters())
@@ -62,7 +72,7 @@ def test_published_updates_of_neighbouring_batches_are_disjoint(few_digits: Imag
     def outcomes(batch: torch.Tensor) -> torch.Tensor:
         found = []
         for answers in itertools.product(range(2), repeat=2):
-            loss = views.published_loss(network, batch, labels, normals, slices, slices[list(answers)])
+            loss = published_loss(network, batch, labels, normals, slices, slices[list(answers)])
             found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss.mean(), parameters)]))
         return torch.stack(found)
 
@@ -88,17 +98,17 @@ def test_randomised_response_has_its_law_and_never_sees_an_image() -> None:
 
 
 def test_the_published_form_says_that_it_promises_nothing(few_digits: ImageSet) -> None:
-    model = GradientEstimation(form="published", **QUICK).fit(few_digits)
+    model = published().fit(few_digits)
     assert (model.certificate_.guarantee, model.certificate_.epsilon) == ("none", None)
     assert model.certificate_.claimed is not None
     assert "do not depend on the data" in model.certificate_.claimed["why"]
     assert model.plan(few_digits.public()).epsilon == math.inf
-    assert GradientEstimation(**QUICK).fit(few_digits).certificate_.claimed is None
+    assert quick().fit(few_digits).certificate_.claimed is None
 
 
-@pytest.mark.parametrize("options", [{"network": "energy"}, {"objective": "sliced"}], ids=str)
+@pytest.mark.parametrize("options", [{"network": "energy"}, {"score_settings": ScoreSettings("sliced")}], ids=str)
 def test_other_networks_and_objectives_ask_for_gradients_too(options: dict[str, Any], few_digits: ImageSet) -> None:
-    model = GradientEstimation(**QUICK, **options).fit(few_digits)
+    model = quick(**options).fit(few_digits)
     assert [event["name"] for event in model.certificate_.events] == ["counts", "gradients"]
     assert model.certificate_.epsilon is not None
     assert model.certificate_.epsilon <= 1
@@ -106,51 +116,51 @@ def test_other_networks_and_objectives_ask_for_gradients_too(options: dict[str, 
 
 
 def test_a_warm_start_is_sound_and_in_the_plan(few_digits: ImageSet, fewer: ImageSet) -> None:
-    def make(**params: Any) -> GradientEstimation:
-        return Warm(**{**QUICK, "warm": "dp-merf", **params})
+    def make(share: float = 0.8, **settings: Any) -> Any:
+        start = WarmStartSettings(share=share, images=60, steps=2, batch_size=20)
+        return build(Warm, **{**QUICK, "warm": "dp-merf", "warm_start": start, **settings})
 
     public = few_digits.public()
-    plan, cold = make().plan(public), GradientEstimation(**QUICK).plan(public)
+    plan, cold = make().plan(public), quick().plan(public)
     assert [release.name for release in plan.releases] == ["counts", "embedding", "gradients"]
     assert plan.epsilon <= 1
     assert plan["gradients"].noise > cold["gradients"].noise
-    small, large = (make(warm_share=share).plan(public) for share in (0.1, 0.9))
+    small, large = (make(share=share).plan(public) for share in (0.1, 0.9))
     assert small["embedding"].noise == pytest.approx(3 * large["embedding"].noise, rel=1e-3)
     assert small["gradients"].noise < large["gradients"].noise
     check_synthesizer(make, fewer)
 
 
 def test_residual_codes_are_public_and_named(encoder: str, few_digits: ImageSet, tmp_path: Path) -> None:
-    model = GradientEstimation(**QUICK, residual=encoder).fit(few_digits)
+    model = quick(residual=encoder).fit(few_digits)
     assert model.certificate_.public_facts["residual"]["trained_on"] == "random numbers"
     model.save(tmp_path / "model")
     assert torch.equal(load(tmp_path / "model").sample(9, seed=1).images, model.sample(9, seed=1).images)
 
 
 def test_residual_training_is_sound(encoder: str, fewer: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sfumato.encoders.codebook.SMOOTH_IMAGES", 16)
-    check_synthesizer(lambda **params: GradientEstimation(**{**QUICK, "residual": encoder, **params}), fewer)
+    monkeypatch.setattr("sfumato.features.codebook.SMOOTH_IMAGES", 16)
+    check_synthesizer(lambda **params: quick(residual=encoder, **params), fewer)
 
 
 def test_codes_look_like_noise_and_tell_images_apart(encoder: str, digits: ImageSet) -> None:
     images = digits.images[:200].float() / 127.5 - 1
-    code = Code(encoder, digits.shape, (4, 4), torch.device("cpu"))
+    code = CodebookEncoder(encoder, digits.shape, (4, 4), torch.device("cpu"))
     codes = code(images)
     assert codes.shape == (200, 16, 4, 4)
     assert abs(float(codes.mean())) < 0.3
     assert 0.5 < float(codes.std()) < 1.5
-    assert torch.equal(codes, Code(encoder, digits.shape, (4, 4), torch.device("cpu"))(images))
+    assert torch.equal(codes, CodebookEncoder(encoder, digits.shape, (4, 4), torch.device("cpu"))(images))
     assert float((codes[0] - codes[1]).abs().max()) > 0.1
     moved = code(images + 1e-6 * torch.randn_like(images))
     assert float((moved - codes).abs().max()) < 0.01  # a soft choice: rounding makes no other code
 
 
 def test_codes_are_hidden_in_part_and_whole_in_half_of_the_views(encoder: str, few_digits: ImageSet) -> None:
-    method, public = GradientEstimation(**{**QUICK, "residual": encoder, "mask": 0.75}), few_digits.public()
-    views = Views(method, public)
+    views = quick(residual=encoder)._views(few_digits.public())
     rows = views.rows(few_digits.images[:1].float() / 127.5 - 1).expand(400, -1)
     normals = torch.randn(400, views.draws, generator=torch.Generator().manual_seed(0))
-    code = views._shown(rows, normals)[4]
+    code = views.split(rows, normals)[4]
     assert code is not None
     true = rows[:, views.dimension :].unflatten(1, code.shape[1:])
     kept = (code == true).all(1).flatten(1).float().mean(1)
@@ -158,9 +168,17 @@ def test_codes_are_hidden_in_part_and_whole_in_half_of_the_views(encoder: str, f
     assert 0.2 < float(kept[kept > 0].mean()) < 0.3
 
 
-@pytest.mark.parametrize("options", [{"sampler": "ode"}, {"sampler": "langevin"}, {"momentum": "rayleigh"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": "ode"},
+        {"sampler": "langevin"},
+        {"sampling": SamplerSettings(levels=2, leapfrogs=1, momentum="rayleigh")},
+    ],
+    ids=str,
+)
 def test_samplers_are_saved_and_loaded(options: dict[str, Any], few_digits: ImageSet, tmp_path: Path) -> None:
-    model = GradientEstimation(**QUICK, **options).fit(few_digits)
+    model = quick(**options).fit(few_digits)
     model.save(tmp_path / "model")
     again = load(tmp_path / "model")
     assert torch.equal(again.sample(7, seed=1).images, model.sample(7, seed=1).images)
@@ -168,45 +186,41 @@ def test_samplers_are_saved_and_loaded(options: dict[str, Any], few_digits: Imag
 
 
 def test_options_are_named() -> None:
-    for name in ("form", "network", "objective", "warm", "sampler", "momentum"):
+    for name in ("network", "warm", "sampler"):
         with pytest.raises(ValueError, match=f"{name} must be one of"):
             GradientEstimation(**{name: "other"}).validate()
-    with pytest.raises(ValueError, match="mask must lie between"):
-        GradientEstimation(mask=1.5).validate()
-    with pytest.raises(ValueError, match="lowest and the highest"):
-        GradientEstimation(levels=(3.0, 1.0)).validate()
     with pytest.raises(ValueError, match="no warm start"):
-        GradientEstimation(form="published", warm="dp-merf").validate()
+        PublishedGradientEstimation(warm="dp-merf").validate()
 
 
 def test_large_images_need_an_autoencoder(few_digits: ImageSet) -> None:
     large = ImageSet(torch.zeros(4, 3, 256, 256, dtype=torch.uint8), few_digits.labels[:4], few_digits.classes)  # type: ignore[index]
     with pytest.raises(DataError, match="autoencoder='taef2'"):
-        GradientEstimation(**QUICK).plan(large.public())
-    assert GradientEstimation(**QUICK, autoencoder="taef2").plan(large.public()).epsilon <= 1
+        quick().plan(large.public())
+    assert quick(autoencoder="taef2").plan(large.public()).epsilon <= 1
 
 
 def test_one_class_needs_no_labels(few_digits: ImageSet) -> None:
     unlabelled = ImageSet(few_digits.images, None, ("all",))
-    assert len(GradientEstimation(**QUICK).fit(unlabelled).sample(5)) == 5
+    assert len(quick().fit(unlabelled).sample(5)) == 5
 
 
 def test_the_average_follows_the_network(few_digits: ImageSet) -> None:
-    method = GradientEstimation(**{**QUICK, "ema": 0.5})
-    training = Training(method._network(few_digits.public()), method)
+    training = Trainer(quick()._new_network(few_digits.public()), ema=0.5, warm_up=True)
+    training.set_rate(0.1)
     ones = {name: torch.ones_like(value) for name, value in training.parameters.items()}
     before = training.average.unet.entry.weight.clone()
-    training.step(ones, 0.1)
+    training.step(ones)
     moved = training.average.unet.entry.weight - before
-    assert torch.allclose(moved, torch.full_like(moved, -0.1 * (1 - 2 / 11)), atol=1e-4)
+    assert torch.allclose(moved, torch.full_like(moved, -0.1 * (1 - 1 / 10)), atol=1e-4)
 
 
 def test_slopes_are_those_of_the_mean_loss(few_digits: ImageSet) -> None:
-    method, public = GradientEstimation(**QUICK), few_digits.public()
-    network, views = method._network(public), Views(method, public)
+    method, public = quick(), few_digits.public()
+    network, views = method._new_network(public), method._views(public)
     rows, labels = few_digits.images[:5].float() / 127.5 - 1, torch.arange(5) % 2
     normals = torch.randn(5, views.draws, generator=torch.Generator().manual_seed(0))
-    found = Slope(views.loss, network)(rows, labels, normals)
+    found = LossGradient(views.loss, network)(rows, labels, normals)
     views.loss(network, rows, labels, normals).mean().backward()  # type: ignore[no-untyped-call]
     for name, parameter in network.named_parameters():
         assert parameter.grad is not None
@@ -219,10 +233,10 @@ def test_it_learns_digits(digits: ImageSet) -> None:
         "warm": "none",
         "steps": 60,
         "sampling_prob": 0.15,
-        "views": 2,
         "width": 16,
         "learning_rate": 1e-2,
     }
-    model = GradientEstimation(**options, ema=0.9, sampling_levels=12, leapfrogs=3, device="cpu").fit(digits)
+    sampling = SamplerSettings(levels=12, leapfrogs=3)
+    model = build(GradientEstimation, **options, ema=0.9, sampling=sampling, device="cpu").fit(digits)
     accuracy = downstream_accuracy(model.sample(500), load_images("digits", split="test"))
     assert accuracy.mean > 40

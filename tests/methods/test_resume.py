@@ -9,6 +9,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,39 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
-from sfumato.engine import Vault
+from sfumato.engine import GradientVault
 from sfumato.methods import base as base_module
 from sfumato.methods import checkpoints as module
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.dp_lflow import LatentFlow
-from sfumato.methods.registry import create
+from sfumato.methods.generator_method import GeneratorSizes
+from sfumato.methods.kernel_painter import PainterSettings
+from sfumato.methods.pge import SamplerSettings
+from sfumato.methods.teacher import TeacherSettings
+from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.privacy import Ledger, Release
+from sfumato.testing import build
 
+SIZES = GeneratorSizes(width=8)
+PAINTER = PainterSettings(features=20, features_per_step=10, batch_size=20, cnn_images=20)
 SMALL: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 60, "steps": 12, "batch_size": 20},
-    "dp-mepf": {"encoder": "scattering", "steps": 6, "snapshots": 1, "batch_size": 20, "width": 8},
-    "dp-kernel": {
-        "steps": 9, "paths": 3, "lessons": 40, "features": 20, "batch_size": 40, "width": 8, "sampling_prob": 0.5,
-    },
+    "dp-mepf": {"encoder": "scattering", "steps": 6, "batch_size": 20, "snapshots": 1, "generator": SIZES},
+    "dp-kernel": {"steps": 9, "paths": 3, "batch_size": 40, "painter": PAINTER, "generator": SIZES},
     "atelier": {
-        "steps": 6, "paths": 2, "features": 20, "batch_size": 20, "width": 8, "lessons": 20, "teacher_steps": 6,
+        "steps": 6,
+        "painter": replace(PAINTER, paths=2, common_share=0.5),
+        "teacher": TeacherSettings(steps=6, cnn_images=20),
+        "generator": SIZES,
     },
     "dp-lflow": {
         "warm": "none", "steps": 8, "sampling_prob": 0.5, "code": 3, "width": 2, "couplings": 1, "hidden": 4,
-        "lessons": 2,
+        "procedural_batches": 2,
     },
     "pge": {
-        "warm": "none", "steps": 6, "sampling_prob": 0.3, "views": 2, "width": 8, "sampling_levels": 2, "leapfrogs": 1,
+        "warm": "none", "steps": 6, "sampling_prob": 0.3, "width": 8,
+        "sampling": SamplerSettings(levels=2, leapfrogs=1),
     },
     "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5},
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
@@ -52,14 +62,14 @@ SMALL: dict[str, dict[str, Any]] = {
 class WarmFlow(LatentFlow):
     """A flow that begins with the images of a small dp-merf."""
 
-    warm_params = {"features": 20, "steps": 6, "batch_size": 20}  # noqa: RUF012
+    warm_parameters = {"features": 20, "steps": 6, "batch_size": 20}  # noqa: RUF012
 
 
 def small(key: str, **params: Any) -> Synthesizer:
     if key == "warm flow":
-        own = {"warm": "dp-merf", "warm_images": 40, "warm_steps": 6, "warm_batch": 4}
-        return WarmFlow(**{**SMALL["dp-lflow"], "device": "cpu", "epsilon": 10.0, **own, **params})
-    return create(key, **{**SMALL[key], "device": "cpu", "epsilon": 10.0, **params})
+        own = {"warm": "dp-merf", "warm_start": WarmStartSettings(images=40, steps=6, batch_size=4)}
+        return build(WarmFlow, **{**SMALL["dp-lflow"], "device": "cpu", "epsilon": 10.0, **own, **params})
+    return build(key, **{**SMALL[key], "device": "cpu", "epsilon": 10.0, **params})
 
 
 METHODS = [*SMALL, "warm flow"]
@@ -96,9 +106,9 @@ class Interrupter:
         self.drawn: Counter[tuple[str, int]] = Counter()
         self.stop_after: int | None = None
         self._current = ("", 0)
-        answer, keep = Vault._answer, Checkpoints._keep
+        answer, keep = GradientVault._answer, Checkpoints._keep
 
-        def answered(vault: Vault, *args: Any) -> torch.Tensor:
+        def answered(vault: GradientVault, *args: Any) -> torch.Tensor:
             result = answer(vault, *args)
             self._happened("result")
             return result
@@ -107,25 +117,25 @@ class Interrupter:
             keep(checkpoints, *args)
             self._happened("state")
 
-        def exact(vault: Vault, release: Release, total: torch.Tensor, *_: Any) -> torch.Tensor:
+        def exact(vault: GradientVault, release: Release, total: torch.Tensor, *_: Any) -> torch.Tensor:
             self.drawn[release.name, vault._asked[release.name] - 1] += 1
             return total.double()
 
-        def sample(vault: Vault, release: Release, *_: Any) -> torch.Tensor:
+        def sample(vault: GradientVault, release: Release, *_: Any) -> torch.Tensor:
             self._current = release.name, vault._asked[release.name] - 1
             generator = torch.Generator().manual_seed(self._seed(0))
             there = torch.rand(vault._units, generator=generator) < release.sampling_prob
             return vault._chosen[there[vault._unit_of[vault._chosen]]]
 
-        def normals(vault: Vault, index: torch.Tensor, count: int) -> torch.Tensor:
+        def normals(vault: GradientVault, index: torch.Tensor, count: int) -> torch.Tensor:
             own = [torch.Generator().manual_seed(self._seed(2 + int(record))) for record in index.flatten()]
             return torch.stack([torch.randn(count, generator=each) for each in own])
 
-        monkeypatch.setattr(Vault, "_answer", answered)
+        monkeypatch.setattr(GradientVault, "_answer", answered)
         monkeypatch.setattr(Checkpoints, "_keep", stored)
-        monkeypatch.setattr(Vault, "_noised", exact)
-        monkeypatch.setattr(Vault, "_drawn", sample)
-        monkeypatch.setattr(Vault, "_normals", normals)
+        monkeypatch.setattr(GradientVault, "_noised", exact)
+        monkeypatch.setattr(GradientVault, "_drawn", sample)
+        monkeypatch.setattr(GradientVault, "_normals", normals)
         for place in ("vault", "sampling"):  # sums are then the same to the bit
             monkeypatch.setattr(f"sfumato.privacy.{place}.shuffled", lambda index: index, raising=False)
 

@@ -1,4 +1,4 @@
-"""Augmentation: in range, differentiable, repeatable, shared when asked for."""
+"""Augmentation: each operation, its range, gradients, and parameters per class."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sfumato.data import ImageSet
-from sfumato.nets.augmentation import OPERATIONS, Augmentation, draw_augmentation, moved
+from sfumato.nets.augmentation import OPERATIONS, Augmentation, draw_augmentation, small_affine_warp
 
 SIZE = (32, 24)
-REST = [0.0, 1, 1, 1, 0, 0, 0, 1, 0, -999, -999]
+IDENTITY = [0.0, 1, 1, 1, 0, 0, 0, 1, 0, -999, -999]
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def images(few_digits: ImageSet) -> torch.Tensor:
     return tall + torch.tensor([0.0, -0.1, 0.1]).view(3, 1, 1) * (tall > 0)
 
 
-def strengths(count: int, **columns: float) -> Augmentation:
-    """At rest, but for some columns (by number, after a letter)."""
-    table = torch.tensor(REST).repeat(count, 1)
+def parameters(count: int, **columns: float) -> Augmentation:
+    """Return the identity with some columns replaced; the keys are c0, c1, …"""
+    table = torch.tensor(IDENTITY).repeat(count, 1)
     for name, value in columns.items():
         table[:, int(name[1:])] = value
     return Augmentation(table)
@@ -36,9 +36,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_operation_changes_images_and_passes_gradients(name: str, images: torch.Tensor) -> None:
+def test_each_operation_changes_images_and_has_gradients(name: str, images: torch.Tensor) -> None:
     pixels = images.clone().requires_grad_(True)
-    changed = strengths(len(images), **CHANGES[name])(pixels)
+    changed = parameters(len(images), **CHANGES[name])(pixels)
     assert changed.shape == images.shape
     assert (changed - images).abs().max() > 0.05
     changed.sum().backward()
@@ -49,92 +49,91 @@ def test_each_operation_changes_images_and_passes_gradients(name: str, images: t
         assert changed.max() <= images.max() + 1e-5
 
 
-def test_operations_at_rest_change_nothing(images: torch.Tensor) -> None:
-    assert torch.allclose(strengths(len(images))(images), images, atol=1e-5)
+def test_identity_preserves_images(images: torch.Tensor) -> None:
+    assert torch.allclose(parameters(len(images))(images), images, atol=1e-5)
 
 
-def test_mirror_shift_and_cutout_do_what_they_say(images: torch.Tensor) -> None:
+def test_mirror_shift_and_cutout(images: torch.Tensor) -> None:
     height, width = SIZE
-    assert torch.allclose(strengths(len(images), c3=-1)(images), images.flip(3), atol=1e-5)
-    shifted = strengths(len(images), c8=4 / height)(images)
+    assert torch.allclose(parameters(len(images), c3=-1)(images), images.flip(3), atol=1e-5)
+    shifted = parameters(len(images), c8=4 / height)(images)
     assert torch.allclose(shifted[:, :, :-2], images[:, :, 2:], atol=1e-5)
     assert (shifted[:, :, -2:] == -1).all()
-    cut = strengths(len(images), c9=height // 2, c10=width // 2)(images)
+    cut = parameters(len(images), c9=height // 2, c10=width // 2)(images)
     assert (cut[:, :, height // 2, width // 2] == -1).all()
     assert (cut[:, :, height // 4, width // 4] == -1).all()
     assert torch.allclose(cut[:, :, 0], images[:, :, 0], atol=1e-5)
 
 
 def operations(drawn: Augmentation) -> torch.Tensor:
-    """Which of the operations each row has: [operations, n]."""
+    """Return which operation each row contains, [operations, n]."""
     table = drawn.table
-    turned = table[:, 4] != 0
+    rotated = table[:, 4] != 0
     return torch.stack(
         [
-            (table[:, :3] != torch.tensor(REST[:3])).any(1),
+            (table[:, :3] != torch.tensor(IDENTITY[:3])).any(1),
             (table[:, [5, 8]] != 0).any(1),
             (table[:, 9:] >= 0).all(1),
-            (table[:, 7] != 1) & ~turned,
-            turned,
+            (table[:, 7] != 1) & ~rotated,
+            rotated,
             table[:, 3] < 0,
         ]
     )
 
 
-def test_every_image_gets_one_operation_and_every_operation_occurs() -> None:
+def test_every_image_has_at_most_one_operation_and_all_operations_occur() -> None:
     count = 600
     drawn = draw_augmentation(count, SIZE, torch.Generator().manual_seed(0))
     active = operations(drawn)
     assert (active.sum(0) <= 1).all()
     assert (active.sum(1) > count / len(OPERATIONS) / 4).all()
-    assert (active.sum(0) == 0).sum() < count / 6  # half of the mirrored ones stay as they are
+    assert (active.sum(0) == 0).sum() < count / 6  # mirroring is applied to half of the images that draw it
     assert (drawn.table[:, [5, 8]].abs() / 2 <= 0.125).all()
     assert (drawn.table[:, 9] < SIZE[0]).all()
     assert (drawn.table[:, 10] < SIZE[1]).all()
 
 
-def test_one_operation_for_a_whole_batch() -> None:
+def test_same_operation() -> None:
     for seed in range(12):
-        drawn = draw_augmentation(50, SIZE, torch.Generator().manual_seed(seed), together=True)
+        drawn = draw_augmentation(50, SIZE, torch.Generator().manual_seed(seed), same_operation=True)
         assert operations(drawn).any(1).sum() == 1
 
 
-def test_turning_keeps_shapes_of_images_that_are_not_square() -> None:
-    """A disc stays one."""
+def test_rotation_preserves_a_disc_in_rectangular_images() -> None:
     rows, columns = (torch.arange(size) - (size - 1) / 2 for size in SIZE)
     disc = torch.sigmoid(9 - torch.hypot(rows[:, None], columns)).repeat(200, 1, 1, 1) * 2 - 1
     drawn = draw_augmentation(200, SIZE, torch.Generator().manual_seed(0))
-    turned = operations(drawn)[4]
-    assert turned.sum() > 10
-    assert (drawn(disc)[turned] - disc[turned]).abs().mean() < 0.01  # .03 if it were turned in PyTorch's coordinates
+    rotated = operations(drawn)[4]
+    assert rotated.sum() > 10
+    assert (drawn(disc)[rotated] - disc[rotated]).abs().mean() < 0.01  # 0.03 without the correction of the aspect ratio
 
 
-def test_images_of_a_class_are_treated_alike(images: torch.Tensor) -> None:
-    """As condensation needs it: one operation per class, for real and synthetic images."""
+def test_images_of_a_class_share_parameters(images: torch.Tensor) -> None:
+    """Condensation uses the same operation for the real and the synthetic images of a class."""
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     by_class = draw_augmentation(3, SIZE, torch.Generator().manual_seed(1))
-    whole = by_class[labels](images)
+    batch = by_class[labels](images)
     for index in range(len(images)):
-        alone = by_class[labels[index : index + 1]](images[index : index + 1])
-        assert torch.allclose(whole[index : index + 1], alone, atol=1e-5)
+        single = by_class[labels[index : index + 1]](images[index : index + 1])
+        assert torch.allclose(batch[index : index + 1], single, atol=1e-5)
 
 
-def test_digits_need_not_be_flipped() -> None:
+def test_no_mirroring_without_flip() -> None:
     drawn = draw_augmentation(500, SIZE, torch.Generator().manual_seed(0), flip=False)
     assert not operations(drawn)[5].any()
 
 
-def test_images_are_moved_a_little_each_in_its_own_way() -> None:
-    disc = -torch.ones(200, 1, 24, 40)
-    disc[:, :, 8:16, 16:24] = 1.0
-    disc[:, :, :, :6] = 0.5  # a border that goes on outside
+def test_small_affine_warp() -> None:
+    square = -torch.ones(200, 1, 24, 40)
+    square[:, :, 8:16, 16:24] = 1.0
+    square[:, :, :, :6] = 0.5  # a border, which is repeated outside
     generator = torch.Generator().manual_seed(0)
-    assert torch.allclose(moved(disc, generator, 0.0), disc, atol=1e-5)
-    made = moved(disc, generator)
-    assert made.shape == disc.shape
-    assert made.abs().max() <= 1
-    assert len(made.unique(dim=0)) == len(made)
-    ink = (made[:, 0, :, 12:] + 1) / 2
-    place = (ink.sum(1) * torch.arange(28)).sum(1) / ink.sum((1, 2))
-    assert 0.5 < float((place - place.mean()).abs().max()) < 0.05 * 40 + 2.5, "shifts, and turns about the middle"
-    assert (made[:, 0, 12, 0] > 0.3).all(), "no black comes in where the border is bright"
+    assert torch.allclose(small_affine_warp(square, generator, 0.0), square, atol=1e-5)
+    warped = small_affine_warp(square, generator)
+    assert warped.shape == square.shape
+    assert warped.abs().max() <= 1
+    assert len(warped.unique(dim=0)) == len(warped)
+    ink = (warped[:, 0, :, 12:] + 1) / 2
+    centre = (ink.sum(1) * torch.arange(28)).sum(1) / ink.sum((1, 2))
+    assert 0.5 < float((centre - centre.mean()).abs().max()) < 0.05 * 40 + 2.5  # shift, and rotation about the centre
+    assert (warped[:, 0, 12, 0] > 0.3).all()  # the bright border is repeated; no black enters

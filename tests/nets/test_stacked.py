@@ -1,11 +1,11 @@
-"""Stacked networks do what each does by itself."""
+"""Stacked networks: agreement with the separate networks, copies, gradients."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from sfumato.nets.stacked import one, stacked, state, together
+from sfumato.nets.stacked import apply_stacked, named_tensors, stacked, unstack
 
 
 def build() -> nn.Module:
@@ -15,33 +15,33 @@ def build() -> nn.Module:
     return network
 
 
-def test_all_networks_at_once() -> None:
+def test_stacked_networks_equal_separate_networks() -> None:
     networks = [build() for _ in range(3)]
-    whole = stacked(networks)
+    stack = stacked(networks)
     images = torch.randn(3, 5, 1, 8, 8)
-    apart = torch.stack([network(batch) for network, batch in zip(networks, images, strict=True)])
-    assert torch.allclose(together(whole, images), apart, atol=1e-6)
+    expected = torch.stack([network(batch) for network, batch in zip(networks, images, strict=True)])
+    assert torch.allclose(apply_stacked(stack, images), expected, atol=1e-6)
     for index, network in enumerate(networks):
-        assert torch.equal(one(whole, index)(images[index]), network(images[index]))
+        assert torch.equal(unstack(stack, index)(images[index]), network(images[index]))
 
 
-def test_names_kinds_and_memory() -> None:
+def test_names_requires_grad_and_copies() -> None:
     networks = [build() for _ in range(2)]
-    whole = stacked(networks)
-    assert list(state(whole)) == list(state(networks[0]))
-    assert all(len(tensor) == 2 for tensor in state(whole).values())
-    assert not whole[0].bias.requires_grad
-    assert whole[3].weight.requires_grad
-    single = one(whole, 1)
+    stack = stacked(networks)
+    assert list(named_tensors(stack)) == list(named_tensors(networks[0]))
+    assert all(len(tensor) == 2 for tensor in named_tensors(stack).values())
+    assert not stack[0].bias.requires_grad
+    assert stack[3].weight.requires_grad
+    single = unstack(stack, 1)
     with torch.no_grad():
-        whole[3].weight.zero_()
+        stack[3].weight.zero_()
     for network in (single, *networks):  # copies
         assert network[3].weight.any()
-    whole.load_state_dict(stacked(networks).state_dict())
-    assert torch.equal(whole[3].weight[1], networks[1][3].weight)
+    stack.load_state_dict(stacked(networks).state_dict())
+    assert torch.equal(stack[3].weight[1], networks[1][3].weight)
 
 
-def test_derivatives_reach_every_network() -> None:
-    whole = stacked([build() for _ in range(2)])
-    together(whole, torch.randn(2, 4, 1, 8, 8)).square().sum().backward()
-    assert all(slice.any() for slice in whole[3].weight.grad)
+def test_gradients_reach_every_network() -> None:
+    stack = stacked([build() for _ in range(2)])
+    apply_stacked(stack, torch.randn(2, 4, 1, 8, 8)).square().sum().backward()
+    assert all(gradient.any() for gradient in stack[3].weight.grad)

@@ -1,4 +1,4 @@
-"""The accountants against published tables, closed forms and each other."""
+"""Compare the accountants with published tables, with closed forms and with each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from sfumato import epsilon
 from sfumato.engine import calibrate, noise_multiplier
-from sfumato.privacy.accounting import Plan, Release, bounds, least
+from sfumato.privacy.accounting import Plan, Release, bounds, tightest
 from sfumato.privacy.budget import Budget, BudgetExceeded
 
 MNIST, FASHION, CIFAR, CELEBA = (50 / n for n in (5421, 6000, 5000, 68261))
@@ -47,16 +47,16 @@ TABLE = [
 def test_published_table(q: float, sigma: float, steps: int, rdp: float, pld: float) -> None:
     found = bounds([Release("sum", steps, q, sigma)], 1e-5)
     assert found["exact"] is None
-    # The table is rounded to two or three digits; its third row's grid was coarse: see the next test.
+    # The table is rounded to two or three digits. The grid of its third row was too coarse; see the next test.
     assert found["rdp"] == pytest.approx(rdp, rel=0.008)
     assert found["pld"] is not None
     assert found["pld"] <= pld * 1.008
     assert found["pld"] >= pld * (0.94 if sigma == 8 else 0.99)
-    assert least(found) == found["pld"]
+    assert tightest(found) == found["pld"]
 
 
-def test_third_row_is_tight_and_a_coarse_grid_is_not() -> None:
-    """After 200,000 steps the central limit theorem is nearly exact: a Gaussian of known precision."""
+def test_third_row_is_tight_unlike_a_coarse_grid() -> None:
+    """After 200,000 steps the composition is nearly a Gaussian mechanism of known noise (central limit theorem)."""
     ours = epsilon(noise_multiplier=8, sampling_prob=0.001, steps=200_000)
     precision = 0.001 * math.sqrt(200_000 * math.expm1(1 / 64))
     assert ours == pytest.approx(dp_accounting.get_epsilon_gaussian(1 / precision, 1e-5), rel=5e-3)
@@ -70,7 +70,7 @@ def test_third_row_is_tight_and_a_coarse_grid_is_not() -> None:
 def test_full_data_gaussians(target: float, sigma: float) -> None:
     assert noise_multiplier(epsilon=target) == pytest.approx(sigma, rel=1e-3)
     assert noise_multiplier(epsilon=target, steps=9) == pytest.approx(3 * sigma, rel=1e-3)
-    # Replacing an image moves the sum twice as far.
+    # Under replace-one the sensitivity is twice as large.
     assert noise_multiplier(epsilon=target, adjacency="replace-one") == pytest.approx(2 * sigma, rel=1e-3)
     found = bounds([Release("sum", 4, noise_multiplier=2 * sigma)], 1e-5)
     assert found["exact"] == pytest.approx(target, rel=2e-3)
@@ -78,19 +78,19 @@ def test_full_data_gaussians(target: float, sigma: float) -> None:
     assert found["rdp"] > found["exact"]  # type: ignore[operator]
 
 
-def test_nonnegative_rows_need_root_two_under_replacement() -> None:
+def test_nonnegative_rows_have_sensitivity_root_two_under_replace_one() -> None:
     plain = calibrate([Release("sum")], Budget(1, adjacency="replace-one"))["sum"].noise
     fewer = calibrate([Release("sum", nonnegative=True)], Budget(1, adjacency="replace-one"))["sum"].noise
     assert fewer == pytest.approx(plain / math.sqrt(2), rel=1e-3)
     added = calibrate([Release("sum", nonnegative=True)], Budget(1))["sum"].noise
     assert added == pytest.approx(plain / 2, rel=1e-3)
-    # With sampling the discount is not proved, and not given.
+    # With subsampling the smaller sensitivity is not proved, so it is not used.
     assert Release("sum", sampling_prob=0.5, nonnegative=True).shift("replace-one") == 2.0
 
 
 @pytest.mark.parametrize(("q", "sigma", "steps"), [(0.01, 1.0, 2000), (0.1, 4.5, 300), (0.3, 8.0, 100)])
-def test_replacement_costs_more_than_addition_and_less_than_two_records(q: float, sigma: float, steps: int) -> None:
-    """Replacing is removing and adding: group privacy at half the delta's exponent is an upper bound."""
+def test_replace_one_costs_more_than_add_remove_and_less_than_two_records(q: float, sigma: float, steps: int) -> None:
+    """Replacing is removing and adding, so group privacy for two records is an upper bound."""
     one = epsilon(noise_multiplier=sigma, sampling_prob=q, steps=steps)
     replaced = epsilon(noise_multiplier=sigma, sampling_prob=q, steps=steps, adjacency="replace-one")
     strict = epsilon(noise_multiplier=sigma, sampling_prob=q, steps=steps, delta=1e-5 / (1 + math.exp(2 * one)))
@@ -98,8 +98,8 @@ def test_replacement_costs_more_than_addition_and_less_than_two_records(q: float
     assert bounds([Release("sum", steps, q, sigma)], 1e-5, "replace-one")["rdp"] is None
 
 
-def test_opposite_rows_are_the_worst_replacement() -> None:
-    """The proof in the module docstring, by numbers: orthogonal rows are no worse than opposite ones."""
+def test_opposite_rows_are_the_worst_case_under_replace_one() -> None:
+    """Check proof 5 numerically: other rows are never worse than opposite rows."""
     import numpy as np
 
     q, sigma = 0.3, 1.3
@@ -110,27 +110,27 @@ def test_opposite_rows_are_the_worst_replacement() -> None:
     def normal(a: float, b: float) -> np.ndarray:
         return np.exp(-((x - a) ** 2 + (y - b) ** 2) / 2 / sigma**2) / (2 * np.pi * sigma**2)
 
-    def stick(a: tuple[float, float], b: tuple[float, float], alpha: float) -> float:
+    def hockey_stick(a: tuple[float, float], b: tuple[float, float], alpha: float) -> float:
         p = (1 - q) * normal(0, 0) + q * normal(*a)
         r = (1 - q) * normal(0, 0) + q * normal(*b)
         return float(np.maximum(p - alpha * r, 0).sum() * cell)
 
     for alpha in (0.7, 1.0, 1.2, 1.6, 2.0):
-        opposite = stick((1, 0), (-1, 0), alpha)
+        opposite = hockey_stick((1, 0), (-1, 0), alpha)
         for b in ((0, 1), (0.6, 0.8), (-0.6, 0.8), (0, 0)):
-            assert stick((1, 0), b, alpha) <= opposite + 1e-9
+            assert hockey_stick((1, 0), b, alpha) <= opposite + 1e-9
 
 
 @pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
 @pytest.mark.parametrize("target", [0.2, 1.0, 8.0])
-def test_calibration_meets_the_budget_and_wastes_little(target: float, adjacency: str) -> None:
+def test_calibration_meets_the_budget_tightly(target: float, adjacency: str) -> None:
     budget = Budget(target, 1e-5, adjacency)  # type: ignore[arg-type]
     plan = calibrate([Release("counts", weight=4, nonnegative=True), Release("steps", 500, 0.02)], budget)
     assert target * 0.998 <= plan.epsilon <= target
     assert plan["counts"].noise == pytest.approx(4 * plan["steps"].noise)
 
 
-def test_fixed_noise_is_kept_or_refused() -> None:
+def test_fixed_noise_is_used_or_refused() -> None:
     plan = calibrate([Release("a", noise_multiplier=5.0), Release("b")], Budget(1))
     assert plan["a"].noise == 5.0
     assert plan.epsilon == pytest.approx(1, rel=1e-3)
@@ -141,7 +141,7 @@ def test_fixed_noise_is_kept_or_refused() -> None:
 
 
 def test_a_plan_accounts_itself() -> None:
-    """Whatever made it: a plan of releases that are more than the budget allows does not exist."""
+    """A plan that exceeds its budget cannot be constructed, with or without calibration."""
     with pytest.raises(BudgetExceeded, match=r"need epsilon 4\.377"):
         Plan((Release("a", noise_multiplier=1.0),), Budget(1))
     with pytest.raises(ValueError, match="not calibrated"):
@@ -159,7 +159,7 @@ def test_the_unit_does_not_change_the_accounting() -> None:
         Budget(1, unit="household")  # type: ignore[arg-type]
 
 
-def test_no_noise_is_no_guarantee() -> None:
+def test_without_noise_epsilon_is_infinite() -> None:
     assert epsilon(noise_multiplier=0) == math.inf
     plan = calibrate([Release("a"), Release("b", 3, 0.1)], Budget(math.inf))
     assert [release.noise for release in plan.releases] == [0, 0]
@@ -200,32 +200,32 @@ def test_bad_budgets_are_refused(bad: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("delta", [1e-9, 1e-12, 1e-14])
 def test_small_deltas_stay_upper_bounds(delta: float) -> None:
-    """With q next to 1 the composition is a Gaussian of known epsilon; round-off must not get below it."""
+    """With q close to 1 the composition is a Gaussian of known epsilon, which round-off must not undercut."""
     true = dp_accounting.get_epsilon_gaussian(50 / math.sqrt(10_000), delta)
     found = bounds([Release("sum", 10_000, 1 - 1e-12, 50.0)], delta)
-    assert least(found) >= true * (1 - 1e-6)
+    assert tightest(found) >= true * (1 - 1e-6)
 
 
-def test_a_delta_beyond_the_pld_is_met_by_rdp() -> None:
+def test_rdp_is_used_where_delta_is_too_small_for_pld() -> None:
     noise = noise_multiplier(epsilon=1, sampling_prob=0.1, steps=100, delta=1e-15)
     assert 5 < noise < 100
 
 
-def test_library_remarks_do_not_reach_users(caplog: pytest.LogCaptureFixture) -> None:
+def test_library_warnings_are_hidden(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
         warnings.simplefilter("always")
         bounds([Release("sum", 300, 0.1, 1.25)], 1e-5)
     assert not caught
     assert not caplog.records
-    # The remark is there to be silenced: the library makes it for these very parameters.
+    # The library does warn for these parameters.
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.25))
     with caplog.at_level(logging.WARNING):
         dp_accounting.rdp.RdpAccountant().compose(event, 300)
     assert caplog.records
 
 
-def test_a_release_holds_plain_numbers_that_nobody_can_change() -> None:
-    """A plan is remembered; what it was accounted for must stay what is drawn."""
+def test_a_release_stores_floats_that_cannot_change() -> None:
+    """Plans are cached: the noise that is drawn must stay the noise that was accounted."""
     import torch
 
     noise = torch.tensor(5.0)

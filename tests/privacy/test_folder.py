@@ -1,4 +1,4 @@
-"""The privacy folder keeps to itself, stays small, and nothing in the package patches PyTorch."""
+"""The folder `privacy` imports nothing else of the package and stays small; nothing patches PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sfumato
 PACKAGE = Path(sfumato.__file__).parent
 PRIVACY = sorted((PACKAGE / "privacy").glob("*.py"))
 EVERYTHING = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES = 1400
+MAX_LINES = 1400
 NOISE = {"standard_normal", "normal", "randn", "randn_like", "make_gaussian", "normal_", "laplace", "make_laplace"}
 
 
@@ -29,23 +29,23 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield "." * node.level + (node.module or "")
 
 
-def foreign(source: str) -> list[str]:
-    """What a file of the folder imports from the rest of the package."""
+def outside_imports(source: str) -> list[str]:
+    """List the imports of a source file from the rest of the package."""
     found = list(imported(ast.parse(source)))
     return [each for each in found if each.startswith((".", "sfumato")) and not each.startswith("sfumato.privacy")]
 
 
 @pytest.mark.parametrize("path", PRIVACY, ids=name)
 def test_it_imports_nothing_from_the_rest_of_the_package(path: Path) -> None:
-    assert not foreign(path.read_text())
+    assert not outside_imports(path.read_text())
 
 
 def test_the_folder_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in PRIVACY) <= MOST_LINES
+    assert sum(len(path.read_text().splitlines()) for path in PRIVACY) <= MAX_LINES
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an expression; empty where it is something else."""
+    """Return `a.b.c` for such an expression, and an empty string for others."""
     if isinstance(node, ast.Attribute):
         inside = dotted(node.value)
         return f"{inside}.{node.attr}" if inside else ""
@@ -53,7 +53,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def patches(source: str) -> list[str]:
-    """Assignments to attributes of torch's modules and classes, by whatever name they were imported."""
+    """List assignments to attributes of torch's modules and classes, under any import name."""
     tree = ast.parse(source)
     names = set()
     for node in ast.walk(tree):
@@ -93,29 +93,35 @@ def test_nothing_patches_pytorch(path: Path) -> None:
 def noise_calls(source: str) -> list[str]:
     tree = ast.parse(source)
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [ast.unparse(call) for call in calls if isinstance(call, ast.Attribute | ast.Name) and _last(call) in NOISE]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if isinstance(call, ast.Attribute | ast.Name) and _function_name(call) in NOISE
+    ]
 
 
-def _last(call: ast.expr) -> str:
+def _function_name(call: ast.expr) -> str:
     return call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "")
 
 
-def callers(source: str, function: str) -> bool:
-    return any(isinstance(node, ast.Call) and _last(node.func) == function for node in ast.walk(ast.parse(source)))
+def has_call(source: str, function: str) -> bool:
+    return any(
+        isinstance(node, ast.Call) and _function_name(node.func) == function for node in ast.walk(ast.parse(source))
+    )
 
 
 @pytest.mark.parametrize("path", PRIVACY, ids=name)
 def test_only_the_mechanisms_draw_noise(path: Path) -> None:
-    """Numbers of a record's own, which protect nothing, are drawn in `sampling`."""
+    """`sampling` draws standard normal numbers for records, which are not privacy noise."""
     if path.name not in ("mechanisms.py", "sampling.py"):
         assert not noise_calls(path.read_text())
     if path.name == "mechanisms.py":
         assert noise_calls(path.read_text())
 
 
-def test_generators_and_mechanisms_are_called_where_they_should_be() -> None:
+def test_generators_and_mechanisms_are_called_in_their_files_only() -> None:
     def where(function: str) -> set[str]:
-        return {name(path) for path in EVERYTHING if callers(path.read_text(), function)}
+        return {name(path) for path in EVERYTHING if has_call(path.read_text(), function)}
 
     for generator in ("host_generator", "device_generator"):
         assert where(generator) <= {"privacy/mechanisms.py", "privacy/sampling.py"}
@@ -124,8 +130,8 @@ def test_generators_and_mechanisms_are_called_where_they_should_be() -> None:
     assert where("poisson_sample") == {"privacy/vault.py"}
 
 
-def broad(source: str) -> list[int]:
-    """Lines with an `except` for everything."""
+def broad_handlers(source: str) -> list[int]:
+    """List the lines with an `except` for all exceptions."""
     handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
     kinds = {"Exception", "BaseException"}
     return [
@@ -137,18 +143,18 @@ def broad(source: str) -> list[int]:
 
 @pytest.mark.parametrize("path", PRIVACY, ids=name)
 def test_no_error_is_swallowed(path: Path) -> None:
-    """But for the one place that makes of each error on private images a broken promise."""
+    """Only `_void_on_failure` catches all exceptions; it voids the guarantee."""
     tree = ast.parse(path.read_text())
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_void_on_failure"]
-    allowed = [line for guard in guards for line in broad(ast.unparse(guard))]
-    assert len(broad(path.read_text())) == len(allowed) <= (path.name == "vault.py")
+    allowed = [line for guard in guards for line in broad_handlers(ast.unparse(guard))]
+    assert len(broad_handlers(path.read_text())) == len(allowed) <= (path.name == "vault.py")
 
 
 def test_these_tests_can_fail() -> None:
-    assert foreign("from sfumato.data import ImageSet") == ["sfumato.data"]
-    assert foreign("from ..engine import calibrate")
-    assert foreign("import sfumato.engine.layers")
-    assert not foreign("from sfumato.privacy.ledger import Ledger\nimport torch")
+    assert outside_imports("from sfumato.data import ImageSet") == ["sfumato.data"]
+    assert outside_imports("from ..engine import calibrate")
+    assert outside_imports("import sfumato.engine.layers")
+    assert not outside_imports("from sfumato.privacy.ledger import Ledger\nimport torch")
     for patch in (
         "import torch\ntorch.Tensor.__repr__ = None",
         "import torch.nn.functional as f\nf.linear = 3",
@@ -160,6 +166,6 @@ def test_these_tests_can_fail() -> None:
     assert not patches("import torch\nself.x = torch.zeros(3)\nx = torch.ones(2)\nx.grad = None")
     assert noise_calls("import torch\nx = torch.randn(3)")
     assert noise_calls("host_generator().standard_normal(3)")
-    assert broad("try:\n    pass\nexcept (ValueError, Exception):\n    pass")
-    assert broad("try:\n    pass\nexcept:\n    pass")
-    assert not broad("try:\n    pass\nexcept ValueError:\n    pass")
+    assert broad_handlers("try:\n    pass\nexcept (ValueError, Exception):\n    pass")
+    assert broad_handlers("try:\n    pass\nexcept:\n    pass")
+    assert not broad_handlers("try:\n    pass\nexcept ValueError:\n    pass")

@@ -1,4 +1,4 @@
-"""The ledger: flushed before it returns, whole after a crash, closed to a second process, wise to edits."""
+"""The ledger: flushed before `append` returns, intact after a crash, locked for other processes, edits detected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return written(tmp_path / "ledger.jsonl")
 
 
-def test_it_remembers(path: Path) -> None:
+def test_charges_and_voids_are_stored(path: Path) -> None:
     with Ledger(path) as ledger:
         assert ledger.charged("a") == 5
         assert ledger.charged("b") == 0
@@ -38,7 +38,7 @@ def test_it_remembers(path: Path) -> None:
         assert ledger.void == "as published"
 
 
-def test_in_memory_is_the_same_without_a_file() -> None:
+def test_a_ledger_in_memory_counts_charges() -> None:
     ledger = Ledger()
     ledger.append("charge", name="a", times=2)
     assert ledger.charged("a") == 2
@@ -65,7 +65,7 @@ def test_a_failed_flush_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(OSError, match="No space left"):
             ledger.append("charge", name="b", times=1)
         monkeypatch.undo()
-        with pytest.raises(LedgerError, match="closed"):  # what is on the disk is unknown
+        with pytest.raises(LedgerError, match="closed"):  # the state of the disk is unknown
             ledger.append("charge", name="b", times=1)
 
 
@@ -82,7 +82,7 @@ def test_an_edited_line_is_named(path: Path, line: int) -> None:
         Ledger.read(path)
 
 
-def test_resealing_one_line_breaks_the_chain(path: Path) -> None:
+def test_rehashing_one_line_breaks_the_chain(path: Path) -> None:
     lines = path.read_text().splitlines()
     entry = json.loads(lines[1])
     del entry["hash"]
@@ -95,7 +95,7 @@ def test_resealing_one_line_breaks_the_chain(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["swap", "drop-middle", "drop-last", "drop-all", "garbage", "cut-last"])
-def test_other_tampering_is_noticed(path: Path, change: str) -> None:
+def test_other_edits_are_detected(path: Path, change: str) -> None:
     lines = path.read_text().splitlines(keepends=True)
     new = {
         "swap": [lines[0], lines[2], lines[1], lines[3]],
@@ -111,15 +111,15 @@ def test_other_tampering_is_noticed(path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "000000000002 abc\n", "x", "\xff"])
-def test_a_missing_or_edited_head_is_noticed(path: Path, content: str | None) -> None:
+def test_a_missing_or_edited_head_is_detected(path: Path, content: str | None) -> None:
     lock = path.with_suffix(".lock")
     lock.unlink() if content is None else lock.write_text(content)
     with pytest.raises(LedgerError, match="start a new run"):
         Ledger(path)
 
 
-def test_a_line_torn_by_a_crash_is_taken_away(path: Path) -> None:
-    """A torn line was never flushed, so nothing was drawn for it; every whole line stays charged."""
+def test_an_incomplete_line_is_removed(path: Path) -> None:
+    """An incomplete line was never flushed, so nothing was drawn for it; every complete line stays charged."""
     with path.open("a") as file:
         file.write('{"seq": 4, "kind": "charge", "name": "b", "ti')
     with Ledger(path) as ledger:
@@ -131,7 +131,7 @@ def test_a_line_torn_by_a_crash_is_taken_away(path: Path) -> None:
 
 
 def test_a_line_whose_head_was_not_written_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash between the two flushes: the charge stands."""
+    """After a crash between the two flushes, the charge counts."""
     with Ledger(path) as ledger:
 
         def crash(count: int, head: str) -> None:
@@ -152,20 +152,20 @@ def test_two_processes_cannot_spend_from_one_ledger(path: Path) -> None:
         other = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
         assert other.returncode != 0
         assert "in use by another process" in other.stderr
-        assert Ledger.read(path)  # looking is allowed
+        assert Ledger.read(path)  # reading is allowed
     assert subprocess.run([sys.executable, "-c", script, str(path)]).returncode == 0
 
 
-def test_links_lead_to_one_lock(path: Path, tmp_path: Path) -> None:
+def test_symbolic_links_share_one_lock(path: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to(path)
     (tmp_path / "b.jsonl").symlink_to(path)
     with Ledger(tmp_path / "a.jsonl"), pytest.raises(LedgerError, match="in use"):
         Ledger(tmp_path / "b.jsonl")
-    with pytest.raises(LedgerError, match="named like its lock"):
+    with pytest.raises(LedgerError, match=r"suffix \.lock"):
         Ledger(tmp_path / "c.lock")
 
 
-def test_a_deleted_ledger_takes_no_charge(path: Path) -> None:
+def test_a_deleted_ledger_refuses_charges(path: Path) -> None:
     with Ledger(path) as ledger:
         path.unlink()
         with pytest.raises(LedgerError, match="deleted"):
@@ -180,15 +180,15 @@ def test_repeated_keys_are_refused(path: Path) -> None:
         Ledger(path)
 
 
-def test_a_closed_ledger_takes_no_charge(path: Path) -> None:
+def test_a_closed_ledger_refuses_charges(path: Path) -> None:
     ledger = Ledger(path)
     ledger.close()
     with pytest.raises(LedgerError, match="closed"):
         ledger.append("charge", name="a", times=1)
 
 
-def test_killed_at_any_instant_it_is_never_under_charged(tmp_path: Path) -> None:
-    """A process appends, says so, and is killed without warning; every charge that it spoke of is there."""
+def test_a_killed_process_loses_no_charge(tmp_path: Path) -> None:
+    """A process appends, reports each charge and is killed; every reported charge is in the ledger."""
     path = tmp_path / "ledger.jsonl"
     script = (
         "import sys\nfrom sfumato.privacy.ledger import Ledger\nledger = Ledger(sys.argv[1])\n"
@@ -197,10 +197,10 @@ def test_killed_at_any_instant_it_is_never_under_charged(tmp_path: Path) -> None
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        spoken = [int(process.stdout.readline()) for _ in range(5)]
+        confirmed = [int(process.stdout.readline()) for _ in range(5)]
         process.kill()
-        spoken += [int(line) for line in process.stdout.read().splitlines() if line.strip()]
+        confirmed += [int(line) for line in process.stdout.read().splitlines() if line.strip()]
         process.wait()
         process.stdout.close()
         with Ledger(path) as ledger:
-            assert ledger.charged("a") >= max(spoken)
+            assert ledger.charged("a") >= max(confirmed)

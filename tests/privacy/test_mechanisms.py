@@ -1,6 +1,6 @@
-"""Noise: its scale, its independence of everything that a user controls, its exactness in the secure form.
+"""Noise: its scale, its independence of seeds and forks, and the exactness of the secure form.
 
-Failure probabilities: each variance test accepts sound noise but for one run in 10^9.
+Each variance test rejects correct noise with probability 1e-9.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 import torch
 from scipy import stats
 
-from sfumato.methods.check import UnsoundError, check_unit_variance
 from sfumato.privacy import mechanisms, randomness
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
 from sfumato.privacy.sampling import poisson_sample
+from sfumato.testing import UnsoundError, check_unit_variance
 
 
 def fast(scale: float, count: int = 5000) -> torch.Tensor:
@@ -30,7 +30,7 @@ def secure(scale: float, count: int = 5000) -> torch.Tensor:
 
 @pytest.mark.parametrize("draw", [fast, secure])
 @pytest.mark.parametrize("scale", [5.0, 70_000.0])
-def test_scale_is_right_and_two_thirds_or_three_halves_are_not(draw: object, scale: float) -> None:
+def test_the_scale_is_correct_and_other_scales_are_rejected(draw: object, scale: float) -> None:
     noise = draw(scale)  # type: ignore[operator]
     true = math.sqrt(scale**2 + mechanisms.SMOOTHING**2) if draw is secure else scale
     check_unit_variance(noise / true)
@@ -41,14 +41,14 @@ def test_scale_is_right_and_two_thirds_or_three_halves_are_not(draw: object, sca
 
 
 @pytest.mark.parametrize("draw", [fast, secure])
-def test_shape_is_gaussian(draw: object) -> None:
+def test_the_distribution_is_gaussian(draw: object) -> None:
     noise = draw(1000.0, 20_000) / 1000  # type: ignore[operator]
     assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-9
     assert stats.kstest(stats.laplace.rvs(scale=1 / math.sqrt(2), size=20_000, random_state=0), "norm").pvalue < 1e-9
 
 
 def test_discrete_noise_follows_its_formula() -> None:
-    """Small scale, so that single integers can be counted against exp(-k^2 / 2 sigma^2)."""
+    """At a small scale, frequencies of single integers match exp(-k^2 / 2 sigma^2)."""
     noise = secure(1.0, 20_000)
     k = np.arange(-12, 13)
     weights = np.exp(-(k**2) / 2 / (1 + mechanisms.SMOOTHING**2))
@@ -59,7 +59,7 @@ def test_discrete_noise_follows_its_formula() -> None:
 
 
 def test_discrete_is_a_rounded_continuous_gaussian() -> None:
-    """The proof's two facts, by numbers: rho_3(Z - y) does not depend on y, and the convolution closes."""
+    """Check both facts of proof 3 numerically: rho_3(Z - y) is constant in y, and the convolution is Gaussian."""
     k = np.arange(-200, 201)[:, None]
     y = np.linspace(0, 1, 41)[None]
     sums = np.exp(-((k - y) ** 2) / 2 / 9).sum(0)
@@ -86,7 +86,7 @@ def test_no_seed_repeats_a_draw(draw: object) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("draw", [fast, lambda scale: poisson_sample(5000, 0.5)])
-def test_a_forked_process_draws_its_own(draw: object) -> None:
+def test_a_forked_process_draws_other_numbers(draw: object) -> None:
     fast(1.0)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -98,7 +98,7 @@ def test_a_forked_process_draws_its_own(draw: object) -> None:
     os.close(write)
 
 
-def test_drawing_noise_leaves_the_users_generators_alone() -> None:
+def test_drawing_noise_does_not_change_global_generators() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     fast(1.0)
@@ -107,7 +107,7 @@ def test_drawing_noise_leaves_the_users_generators_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_keys_are_long_and_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_have_128_bits_of_os_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(randomness.secrets, "randbits", lambda bits: asked.append(bits) or 1)
     randomness.host_generator()
@@ -117,7 +117,7 @@ def test_keys_are_long_and_from_the_operating_system(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
-def test_bad_scales_fail_closed(scale: float) -> None:
+def test_invalid_scales_are_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="noise scale"):
         fast(scale)
     with pytest.raises(ValueError, match="noise scale"):
@@ -136,9 +136,9 @@ def test_a_failing_sampler_releases_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_poisson_samples() -> None:
-    """Sizes are binomial and inclusions independent: variance of the size, and of each record's count."""
+    """Sample sizes are binomial and inclusions independent, by the variances of sizes and of each record's count."""
     sizes = torch.tensor([len(poisson_sample(1000, 0.1)) for _ in range(400)], dtype=torch.float64)
-    check_unit_variance((sizes - 100) / math.sqrt(90))  # a shuffled batch of fixed size has variance 0
+    check_unit_variance((sizes - 100) / math.sqrt(90))  # a shuffled batch of fixed size would have variance 0
     counts = torch.zeros(1000)
     for _ in range(400):
         counts[poisson_sample(1000, 0.1)] += 1

@@ -1,4 +1,4 @@
-"""What a hostile reader of the core found, each kept from coming back."""
+"""Regression tests for defects that a security review found."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 import sfumato as sf
-from sfumato import keeping
 from sfumato.certificate.issue import content_digest
-from sfumato.certificate.statement import accounted, rounded_up
+from sfumato.certificate.statement import account_events, rounded_up
 from sfumato.data import DataError, ImageSet
-from sfumato.engine import Vault
-from sfumato.keeping import Kept
-from sfumato.privacy import Budget, FailedOnPrivate, Ledger, LedgerError, Plan, Release
+from sfumato.engine import GradientVault, kept_results
+from sfumato.engine.kept_results import KeptResults
+from sfumato.privacy import Budget, Ledger, LedgerError, Plan, RedactedError, Release
 
 PLAN = Plan((Release("a", 9, 1.0, 30.0), Release("b", 9, 1.0, 30.0)), Budget(1.0))
 
@@ -38,12 +37,12 @@ def same_images(count: int) -> torch.Tensor:
     return torch.full((count, 1, 4, 4), 200, dtype=torch.uint8)
 
 
-def recording(images: torch.Tensor) -> tuple[Vault, list[tuple[torch.Tensor, float]]]:
-    """A vault, and the exact sums and radii that it noises."""
-    vault, seen = Vault(records(images), PLAN), []
+def recording(images: torch.Tensor) -> tuple[GradientVault, list[tuple[torch.Tensor, float]]]:
+    """Return a vault, and a list of the exact sums and sensitivities that it adds noise to."""
+    vault, seen = GradientVault(records(images), PLAN), []
 
-    def listen(release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
-        seen.append((exact.clone(), radius))
+    def listen(release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
+        seen.append((exact.clone(), sensitivity))
         return exact
 
     vault._noised = listen  # type: ignore[method-assign]
@@ -52,12 +51,12 @@ def recording(images: torch.Tensor) -> tuple[Vault, list[tuple[torch.Tensor, flo
 
 def test_two_vaults_cannot_share_a_ledger() -> None:
     ledger = Ledger()
-    Vault(records(same_images(5)), PLAN, ledger=ledger)
+    GradientVault(records(same_images(5)), PLAN, ledger=ledger)
     with pytest.raises(LedgerError, match="has a vault already"):
-        Vault(records(same_images(5)), PLAN, ledger=ledger)
+        GradientVault(records(same_images(5)), PLAN, ledger=ledger)
 
 
-def test_groups_that_are_changed_later_change_nothing() -> None:
+def test_changing_groups_after_a_query_has_no_effect() -> None:
     def function(shared: dict[str, torch.Tensor], image: torch.Tensor) -> list[torch.Tensor]:
         return [image.flatten() * shared["w"] * 1e3]
 
@@ -71,13 +70,13 @@ def test_groups_that_are_changed_later_change_nothing() -> None:
         vault.vectors(function, weights, release="b", groups=groups)
         vault.vectors(function, weights, release="a", groups=[(1.0, [0])])
         moved.append(seen[-1])
-    (one, radius), (other, _) = moved
-    assert float((one - other).norm()) <= radius
-    with pytest.raises(ValueError, match="plain bounds"):
+    (one, sensitivity), (other, _) = moved
+    assert float((one - other).norm()) <= sensitivity
+    with pytest.raises(ValueError, match="finite bounds"):
         recording(same_images(3))[0].vectors(function, weights, release="a", groups=[(float("inf"), [0])])
 
 
-def test_a_captured_tensor_cannot_be_exchanged() -> None:
+def test_a_captured_tensor_cannot_be_reassigned() -> None:
     moved = []
     for count in (20, 19):
         torch.manual_seed(0)
@@ -92,24 +91,24 @@ def test_a_captured_tensor_cannot_be_exchanged() -> None:
         projection.weight.data = torch.ones(1, 16)
         vault.sum(feature, release="a", bound=1.0)
         moved.append(seen[-1])
-    (one, radius), (other, _) = moved
+    (one, sensitivity), (other, _) = moved
     assert one.shape == (1, 16)
-    assert float((one - other).norm()) <= radius
+    assert float((one - other).norm()) <= sensitivity
 
 
-def test_a_result_after_a_torn_entry_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk, then space again: what was handed out afterwards is there after a restart."""
+def test_a_result_after_an_incomplete_entry_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full disk and free space again, later results are still there after a restart."""
     write = os.write
 
-    def opened() -> tuple[Ledger, Kept, Vault]:
+    def opened() -> tuple[Ledger, KeptResults, GradientVault]:
         ledger = Ledger(tmp_path / "ledger.jsonl")
-        kept = Kept(tmp_path, ledger)
-        return ledger, kept, Vault(records(same_images(20)), PLAN, ledger=ledger, kept=kept)
+        kept = KeptResults(tmp_path, ledger)
+        return ledger, kept, GradientVault(records(same_images(20)), PLAN, ledger=ledger, kept=kept)
 
     ledger, kept, vault = opened()
     vault.sum(pixels, release="a", bound=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(keeping.os, "write", lambda fd, data: write(fd, data[:20] if fd == kept._log else data))
+        patch.setattr(kept_results.os, "write", lambda fd, data: write(fd, data[:20] if fd == kept._log else data))
         with pytest.raises(LedgerError, match="disk is full"):
             vault.sum(pixels, release="a", bound=1.0)
     third = vault.sum(pixels, release="a", bound=1.0)
@@ -121,13 +120,13 @@ def test_a_result_after_a_torn_entry_is_kept(tmp_path: Path, monkeypatch: pytest
     ledger.close()
 
 
-def test_large_results_are_read_and_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "CHUNK", 7)
+def test_large_results_are_read_and_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_results, "CHUNK", 7)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        kept, result = Kept(tmp_path, ledger), torch.randn(3, 5)
+        kept, result = KeptResults(tmp_path, ledger), torch.randn(3, 5)
         kept.put("a", 0, result)
         kept.close()
-        kept = Kept(tmp_path, ledger)
+        kept = KeptResults(tmp_path, ledger)
         found = kept.get("a", 0)
         assert found is not None
         assert torch.equal(found, result)
@@ -138,18 +137,18 @@ def test_a_warning_on_private_images_is_not_shown(monkeypatch: pytest.MonkeyPatc
     vault, _ = recording(same_images(5))
     vault.sum(pixels, release="a", bound=1.0)
 
-    def telling(*_: Any) -> Any:
+    def warn(*_: Any) -> Any:
         warnings.warn("entry 3 of the batch did not converge", stacklevel=1)
         return iter(())
 
-    monkeypatch.setattr(vault, "_batches", telling)
+    monkeypatch.setattr(vault, "_batches", warn)
     with warnings.catch_warnings(record=True) as caught:
         vault.sum(pixels, release="a", bound=1.0)
     assert not caught
 
 
-def test_a_device_is_waited_for_before_a_query_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU tells of an error when it is waited for: that must happen where it voids the run."""
+def test_the_device_is_synchronised_before_a_query_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reports errors at synchronisation, which must happen where an error voids the run."""
 
     def fail(_: Any) -> None:
         raise RuntimeError("device-side assert: pixel 255")
@@ -157,7 +156,7 @@ def test_a_device_is_waited_for_before_a_query_counts_as_done(monkeypatch: pytes
     vault, _ = recording(same_images(5))
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     vault.device = torch.device("cuda")
-    with pytest.raises(FailedOnPrivate) as caught:
+    with pytest.raises(RedactedError) as caught:
         vault._void_on_failure(lambda: torch.zeros(1))
     assert "255" not in str(caught.value)
     assert vault.ledger.void
@@ -165,18 +164,16 @@ def test_a_device_is_waited_for_before_a_query_counts_as_done(monkeypatch: pytes
 
 @pytest.fixture
 def finished(tmp_path: Path, few_digits: ImageSet) -> Path:
-    sf.create("dp-merf", epsilon=5.0, steps=3, features=20, features_per_step=10).fit(
-        few_digits, run_dir=tmp_path / "run"
-    )
+    sf.create("dp-merf", epsilon=5.0, steps=3, features=20).fit(few_digits, run_dir=tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_a_derived_certificate_does_not_excuse_the_pinned_ledger(finished: Path) -> None:
+def test_derived_from_does_not_skip_the_ledger_check(finished: Path) -> None:
     path = finished / "certificate.json"
     content = json.loads(path.read_text())
     for event in content["events"]:
         event["noise_multiplier"] *= 4
-    found, epsilon = accounted(content["events"], content["delta"], content["adjacency"])
+    found, epsilon = account_events(content["events"], content["delta"], content["adjacency"])
     assert epsilon is not None
     content["epsilon"] = rounded_up(epsilon)
     content["bounds"] = {name: None if value is None else rounded_up(value) for name, value in found.items()}

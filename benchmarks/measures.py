@@ -1,0 +1,99 @@
+"""What is measured of a fitted model and its samples. Everything is tested once on the real test split.
+
+- NAME: accuracy in percent of a classifier of `sfumato.evaluate`, trained on the samples.
+- NAME@EPOCHS: the same, trained as in the condensation papers. NAME, annealed: as the authors of DP-MEPF train it.
+- fidelity: Fréchet distance, precision and recall in EfficientNet-Lite0 features.
+- teacher: accuracy of the teacher of `atelier` on test images.
+- auroc, auroc_image: AUROC of the likelihood of codes or images, one class against the others, averaged.
+- agreement: how often a CNN trained on real images sees the requested class, and the entropy in bits of what it sees.
+- accepted: share of accepted trajectories of the Hamiltonian sampler. images_per_s: of drawing the samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfumato.data import ImageSet
+from sfumato.evaluate import ANNEALED, Recipe, detect_each, downstream_accuracy, fidelity
+from sfumato.methods.base import Synthesizer, chosen_device
+
+DISTANCES = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
+MIRRORED = ("fashion-mnist", "cifar10", "celeba")  # data sets whose classes do not change in a mirror
+
+
+@dataclass
+class Fitted:
+    """A model (None: real images), its data and its samples."""
+
+    model: Any
+    train: ImageSet
+    test: ImageSet
+    synthetic: ImageSet
+    seed: int
+    data: str
+    device: str
+    sample_s: float = 0.0
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.model.torch_device if isinstance(self.model, Synthesizer) else chosen_device(self.device)
+
+
+def key_of(name: str) -> str:
+    """Return the key under which a measure is stored."""
+    return DISTANCES[0] if name == "fidelity" else name.partition("@")[0]
+
+
+def measure(name: str, fitted: Fitted) -> dict[str, Any]:
+    """Return the values of one measure by key."""
+    own = {"fidelity": _fidelity, "teacher": _teacher, "agreement": _agreement, "accepted": _accepted}
+    own |= {"auroc": _auroc, "auroc_image": _auroc, "images_per_s": _images_per_s}
+    if name in own:
+        return own[name](name, fitted)
+    classifier, _, epochs = name.partition("@")
+    recipe = Recipe(int(epochs), condensed=True, flip=fitted.data in MIRRORED) if epochs else Recipe()
+    if classifier.endswith(", annealed"):
+        recipe = ANNEALED
+    network, options = classifier.partition(", ")[0], {"recipe": recipe, "device": fitted.torch_device}
+    found = downstream_accuracy(fitted.synthetic, fitted.test, network, seeds=(fitted.seed,), **options)
+    return {classifier: round(found.mean, 2)}
+
+
+def _fidelity(_: str, fitted: Fitted) -> dict[str, Any]:
+    found = fidelity(fitted.synthetic, fitted.test, device=fitted.torch_device, progress=False)
+    return {key: round(found[key], 4) for key in DISTANCES}
+
+
+def _teacher(name: str, fitted: Fitted) -> dict[str, Any]:
+    right = fitted.model.probabilities(fitted.test).argmax(1) == fitted.test.labels
+    return {name: round(100 * float(right.float().mean()), 2)}
+
+
+def _auroc(name: str, fitted: Fitted) -> dict[str, Any]:
+    found = detect_each(fitted.model, fitted.test, likelihood="image" if name.endswith("image") else "code")
+    flagged = statistics.fmean(one.to_dict()["flagged_inliers"] for one in found.values())
+    each = {key: round(one.auroc or 0.0, 3) for key, one in found.items()}
+    value = round(statistics.fmean(one.auroc or 0.0 for one in found.values()), 3)
+    return {name: value, f"{name}_each": each, f"{name}_flagged_inliers": round(flagged, 3)}
+
+
+def _agreement(name: str, fitted: Fitted) -> dict[str, Any]:
+    seen = downstream_accuracy(fitted.train, fitted.synthetic, device=fitted.torch_device)
+    shares = torch.tensor(seen.confusion).sum(0).double()
+    shares = shares[shares > 0] / shares.sum()
+    return {name: round(seen.mean, 2), "entropy": round(float(-(shares * shares.log2()).sum()), 3)}
+
+
+def _accepted(name: str, fitted: Fitted) -> dict[str, Any]:
+    device = fitted.torch_device
+    labels = torch.arange(len(fitted.train.classes), device=device).repeat_interleave(20)
+    with torch.no_grad():
+        return {name: round(fitted.model.draw(labels, torch.Generator(device).manual_seed(1))[1], 3)}
+
+
+def _images_per_s(name: str, fitted: Fitted) -> dict[str, Any]:
+    return {name: round(len(fitted.synthetic) / fitted.sample_s, 1)}

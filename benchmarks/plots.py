@@ -1,0 +1,117 @@
+"""Plots of the docs. A PNG carries a hash of the figures that it shows, so that a check needs no drawing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, table
+from benchmarks.store import values
+
+KEY = "sfumato-figures"
+VARIED = {"noise_multiplier": "σ", "group_size": "L", "iterations": "I", "images_per_class": "M"}
+
+
+def fingerprint(path: Path) -> str | None:
+    """Return the hash that a PNG carries."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as picture:
+        return picture.info.get(KEY)
+
+
+def _mark(figures: Any) -> str:
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+
+
+def _save(figure: Any, path: Path, mark: str) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={KEY: mark})
+
+
+def curves() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
+    """Return for each data set and method (epsilon, mean, lowest, highest) over seeds."""
+    found: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    for data in DATA:
+        for method in METHODS:
+            query = dict(main_query(method))
+            rows, measure = table(query.pop("table"))["rows"], query.pop("measure")
+            points = []
+            for epsilon in EPSILONS:
+                if some := values(rows, measure, data=data, epsilon=epsilon, **query):
+                    points.append((epsilon, sum(some) / len(some), min(some), max(some)))
+            if points:
+                found.setdefault(data, {})[method] = points
+    return found
+
+
+def draw_curves(path: Path, mark: str) -> None:
+    """Accuracy against epsilon, one panel for each data set; bars go from the lowest to the highest seed."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 4.2))
+    for axis, (data, title) in zip(axes, DATA.items(), strict=True):
+        for method, points in curves().get(data, {}).items():
+            epsilon, mean, low, high = (list(part) for part in zip(*points, strict=True))
+            bars = [[m - v for m, v in zip(mean, low, strict=True)], [v - m for m, v in zip(mean, high, strict=True)]]
+            style = {"color": f"C{METHODS.index(method)}", "label": method, "capsize": 2}
+            axis.errorbar(epsilon, mean, bars, marker="o", linestyle="--" if "pdc" in method else "-", **style)
+        axis.set(title=title, xlabel="ε", xscale="log", xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy, %")
+    axes[0].legend(frameon=False, fontsize=8)
+    _save(figure, path, mark)
+    pyplot.close(figure)
+
+
+def settings() -> dict[str, list[tuple[str, float, float, float]]]:
+    """Return for each varied setting of `ndpdc` (data, value, accuracy, epsilon)."""
+    found: dict[str, list[tuple[str, float, float, float]]] = {name: [] for name in VARIED}
+    for row in table("dpdc")["rows"]:
+        name, _, value = row["job"].partition(" = ")
+        if value:
+            found[name].append((row["data"], float(value), row["measured"]["convnet"], row["certified"]))
+    return found
+
+
+def draw_settings(path: Path, mark: str) -> None:
+    """Accuracy and epsilon of `ndpdc` along each setting."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, len(VARIED), figsize=(12, 5), sharex="col")
+    for (name, points), (upper, lower) in zip(settings().items(), axes.T, strict=True):
+        for data, title in DATA.items():
+            some = sorted(point[1:] for point in points if point[0] == data)
+            places, accuracies, epsilons = zip(*some, strict=True)
+            upper.plot(places, accuracies, marker="o", label=title)
+            lower.plot(places, epsilons, marker="o")
+        ticks = [tick for tick in sorted({point[1] for point in points}) if tick not in (1.25, 1.5)]
+        upper.set(ylim=(40, 100))
+        lower.set(xlabel=VARIED[name], xscale="log", yscale="log", ylim=(0.3, 8))
+        lower.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+        lower.set_yticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"], minor=False)
+        lower.minorticks_off()
+    axes[0, 0].set_ylabel("accuracy, %")
+    axes[1, 0].set_ylabel("ε at δ = 1e-5")
+    axes[0, 0].legend(frameon=False)
+    _save(figure, path, mark)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+PLOTS: dict[str, tuple[Callable[[], str], Callable[[Path, str], None]]] = {
+    "accuracy.png": (lambda: _mark(curves()), draw_curves),
+    "ndpdc_settings.png": (lambda: _mark(settings()), draw_settings),
+}

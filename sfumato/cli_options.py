@@ -1,0 +1,305 @@
+"""Options of the command line: their help texts, groups that several commands share, and the values they parse to."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_type_hints
+
+import typer
+
+import sfumato as sf
+from sfumato.console import print_warnings
+from sfumato.data import DataWarning
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.registry import DEFAULT
+from sfumato.privacy.vault import MAX_PER_PERSON
+from sfumato.progress import bar
+
+IMAGES = "Images"
+METHOD = "Method and privacy"
+RUN = "Run and certificate"
+
+Split = Annotated[
+    str, typer.Option(help="Read the train or test split, if the source has both.", rich_help_panel=IMAGES)
+]
+Unlabelled = Annotated[
+    bool, typer.Option("--unlabelled", help="Read the images without labels.", rich_help_panel=IMAGES)
+]
+Classes = Annotated[
+    str | None,
+    typer.Option(
+        help="Declare the class names (separated by commas) or their number, if the source does not name its classes.",
+        rich_help_panel=IMAGES,
+    ),
+]
+OnError = Annotated[
+    str, typer.Option(help="Stop at unreadable files (raise), or leave them out (skip).", rich_help_panel=IMAGES)
+]
+Delta = Annotated[float, typer.Option(help="Set delta. Choose it far below 1 / number of images.")]
+AdjacencyOption = Annotated[
+    str, typer.Option("--adjacency", help="Set the neighbouring relation: add-remove or replace-one.")
+]
+Count = Annotated[
+    int | None,
+    typer.Option("--number", "-n", min=1, help="Set the number of synthetic images."),
+]
+Seed = Annotated[int, typer.Option(help="Set the seed of the samples.")]
+Device = Annotated[str, typer.Option(help="Compute on this device: auto, cpu or cuda.")]
+Sign = Annotated[
+    Path | None,
+    typer.Option("--sign", help="Sign the certificate with this private key (sfumato key new).", rich_help_panel=RUN),
+]
+DatasetBudgetFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--budget", help="Charge the run to this budget of the data set (sfumato budget open).", rich_help_panel=RUN
+    ),
+]
+AfterFit = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Set a parameter that may change after fit, NAME=VALUE; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options that select and read the private images."""
+
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, .npz, .parquet, .tar, IDX or CIFAR files, or a named data set (sfumato data list)."
+        ),
+    ]
+    size: Annotated[
+        int | None,
+        typer.Option(help="Crop images to a square and resize them to this many pixels.", rich_help_panel=IMAGES),
+    ] = None
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Convert images to grey or rgb.", show_default="mode of the images", rich_help_panel=IMAGES),
+    ] = None
+    split: Split = "train"
+    unlabelled: Unlabelled = False
+    classes: Classes = None
+    on_error: OnError = "raise"
+    person: Annotated[
+        str | None,
+        typer.Option(
+            help="Protect persons instead of single images. Read the person of an image from this column, or from its "
+            "path: folder, folder:K or regex:(…).",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
+    max_per_person: Annotated[
+        int,
+        typer.Option(
+            "--max-per-person", min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES
+        ),
+    ] = MAX_PER_PERSON
+
+    def load(self) -> sf.ImageSet:
+        """Read the images."""
+        return read_images(
+            self.data,
+            size=self.size,
+            mode=self.mode,
+            split=self.split,
+            unlabelled=self.unlabelled,
+            classes=self.classes,
+            on_error=self.on_error,
+            person=self.person,
+        )
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options that choose a method and its parameters. None keeps the default of the method."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            "-m",
+            help="Choose a method (sfumato methods). auto chooses one for this machine.",
+            rich_help_panel=METHOD,
+        ),
+    ] = DEFAULT
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            "--epsilon",
+            "-e",
+            help="Set epsilon; a smaller one is more private. inf adds no noise.",
+            show_default="1.0",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="Set delta. Choose it far below 1 / number of images.", show_default="1e-5", rich_help_panel=METHOD
+        ),
+    ] = None
+    adjacency: Annotated[
+        str | None,
+        typer.Option(
+            help="Set the neighbouring relation: add-remove or replace-one.",
+            show_default="add-remove",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Set a parameter of the method, NAME=VALUE; repeatable.", rich_help_panel=METHOD),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Set the seed of initial weights and samples. It never affects the privacy noise.",
+            show_default="0",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(help="Compute on this device: auto, cpu or cuda.", show_default="auto", rich_help_panel=METHOD),
+    ] = None
+
+    def create(self) -> Synthesizer:
+        """Create the method with the parameters that were given."""
+        names = ("epsilon", "delta", "adjacency", "seed", "device")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        params = parse_assignments(self.params)
+        if twice := sorted(given.keys() & params.keys()):
+            raise typer.BadParameter(f"--{twice[0]} and --set {twice[0]}=… were both given; pass only one of them")
+        return sf.create(self.method, **given, **params)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run that spends privacy budget. The names are those of the arguments of `Synthesizer.fit`."""
+
+    budget: DatasetBudgetFile = None
+    sign: Sign = None
+    issuer: Annotated[str | None, typer.Option(help="State the issuer in the certificate.", rich_help_panel=RUN)] = None
+    subject: Annotated[
+        str | None, typer.Option(help="State in the certificate which data it is about.", rich_help_panel=RUN)
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.", rich_help_panel=RUN)
+    ] = False
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each dataclass parameter of a command by its fields, so that Typer sees them as options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        if name in groups:
+            parameters += _field_parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _field_parameters(group: type) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+def parse_assignments(texts: list[str] | None) -> dict[str, Any]:
+    """Parse the values of --set: Python literals, true, false, or text."""
+    return dict(_parse_assignment(text) for text in texts or [])
+
+
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"--set takes NAME=VALUE, got {text!r}")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def parse_classes(text: str) -> int | list[str]:
+    """Parse the value of --classes: a number, or names separated by commas."""
+    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+
+
+def read_images(
+    source: str,
+    *,
+    size: int | None = None,
+    mode: str | None = None,
+    split: str = "train",
+    unlabelled: bool = False,
+    classes: str | Sequence[str] | None = None,
+    on_error: str = "raise",
+    person: str | None = None,
+) -> sf.ImageSet:
+    """Read images with a progress bar, and print warnings. See `load_images` for the parameters."""
+    with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        images = sf.load_images(
+            source,
+            size=size,
+            mode=cast(Literal["grey", "rgb"] | None, mode),
+            split=cast(Literal["train", "test"], split),
+            labels=not unlabelled,
+            classes=parse_classes(classes) if isinstance(classes, str) else classes,
+            person=person,
+            on_error=cast(Literal["raise", "skip"], on_error),
+            progress=advance,
+        )
+    print_warnings(caught)
+    return images
+
+
+def read_like(source: str, images: sf.ImageSet, split: str, on_error: str = "raise") -> sf.ImageSet:
+    """Read images with the shape and the classes of other images."""
+    size, mode = size_and_mode(images.shape)
+    classes = images.classes if images.labelled else None
+    unlabelled = not images.labelled
+    return read_images(
+        source, size=size, mode=mode, split=split, unlabelled=unlabelled, classes=classes, on_error=on_error
+    )
+
+
+def read_synthetic(source: str, unlabelled: bool, classes: str | None) -> sf.ImageSet:
+    """Read a synthetic set. In a folder that `synth` wrote, read images.npz."""
+    archive = Path(source) / "images.npz"
+    return read_images(str(archive) if archive.exists() else source, unlabelled=unlabelled, classes=classes)
+
+
+def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:
+    """Return the size and mode that give images of this shape. Only square images are resized."""
+    return (shape[1] if shape[1] == shape[2] else None), ("grey" if shape[0] == 1 else "rgb")

@@ -1,0 +1,1 @@
+"""Published training loops that are not private, for comparison. Their certificates say `guarantee: none`."""

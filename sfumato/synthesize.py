@@ -1,0 +1,198 @@
+"""Create a folder of synthetic images to share: fit, sample, evaluate, certify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sfumato.certificate import Certificate, signing
+from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
+from sfumato.data.atomic import write_json
+from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
+from sfumato.evaluate.utility import Recipe
+from sfumato.methods.base import Synthesizer, started
+from sfumato.methods.registry import load
+from sfumato.privacy.budget import BudgetExceeded
+from sfumato.privacy.vault import MAX_PER_PERSON
+
+DEFAULT_IMAGES = 10_000  # of `synthesize`
+DEFAULT_SAMPLES = 1000  # of `sample_to_file`
+CONDENSED_RECIPE = Recipe(300, condensed=True)  # for methods that create few images per class
+FILE_SUFFIXES = (".npz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """Result of `synthesize`.
+
+    - folder: folder that was written.
+    - number: number of synthetic images.
+    - certificate: certificate of the folder.
+    - accuracy: accuracy of a small CNN on the test images, or None without test images.
+    - soft_labels: whether `images.npz` contains soft labels.
+    """
+
+    folder: Path
+    number: int
+    certificate: Certificate
+    accuracy: Accuracy | None
+    soft_labels: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result, ready for JSON."""
+        return {
+            "out": str(self.folder),
+            "images": self.number,
+            "guarantee": self.certificate.guarantee,
+            "epsilon": self.certificate.epsilon,
+            "delta": self.certificate.delta,
+            "accuracy": None if self.accuracy is None else self.accuracy.mean,
+        }
+
+
+def check_output(folder: Path, resume: bool = False) -> None:
+    """Create the output folder. Raise `DataError` if it is not writable, not empty, or holds another run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".sfumato-probe"
+        probe.touch()
+        probe.unlink()
+        occupied = any(path.name != "ledger.lock" for path in folder.iterdir() if path.stat().st_size or path.is_dir())
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}") from error
+    has_run = started(folder)
+    if has_run and not resume:
+        raise DataError(f"{folder} already holds a run; continue it with --resume, or choose another folder")
+    if occupied and not has_run:
+        raise DataError(f"{folder} is not empty; choose another folder")
+
+
+def check_sources(private: str, split: str, test: str) -> None:
+    """Raise `DataError` if the test source is the private source. Called before any image is read."""
+    if split == "test" and (private == test or Path(private).resolve() == Path(test).resolve()):
+        raise DataError(
+            f"--test {test} is the private set itself; results on it must not be shared. Give public test images"
+        )
+
+
+def check_disjoint(private: ImageSet, test: ImageSet) -> None:
+    """Raise `DataError` if the test images contain a private image."""
+    if test.shape == private.shape and shared_images(private, test):
+        raise DataError(
+            "the test images contain a private image, so results on them would disclose private information. "
+            "Give public test images that are not in the private set (another folder or split)"
+        )
+
+
+def check_signing_key(key: Path | None) -> None:
+    """Raise an error if the key cannot sign. Called before any privacy budget is spent."""
+    if key is not None:
+        signing.sign("", key)
+
+
+def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -> None:
+    """Raise `BudgetExceeded` if the run does not fit into the budget of the data set."""
+    refusal = None if budget is None else DatasetBudget(budget).refusal(model.plan(public))
+    if refusal is not None:
+        raise BudgetExceeded(refusal)
+
+
+def synthesize(
+    model: Synthesizer,
+    images: ImageSet,
+    folder: Path,
+    *,
+    number: int | None = None,
+    test: ImageSet | None = None,
+    resume: bool = False,
+    budget: str | Path | None = None,
+    max_per_person: int = MAX_PER_PERSON,
+    sign: str | Path | None = None,
+    issuer: str | None = None,
+    subject: str | None = None,
+) -> Synthesis:
+    """Fit `model` on private `images` and write synthetic images, metrics and a certificate to `folder`.
+
+    - number: number of synthetic images; default: 10,000, or all that the method can create.
+    - test: real images, which this call declares public, to measure the accuracy on. Test images that contain a
+      private image are refused before any privacy budget is spent.
+    - resume: continue an interrupted run.
+    - budget, max_per_person, sign, issuer, subject: see `Synthesizer.fit`.
+    """
+    public = model.public_facts(images)
+    if test is not None:
+        check_comparable(test, public)
+        check_disjoint(images, test)
+    max_samples = model.max_samples(public)
+    if number is not None and max_samples is not None and number > max_samples:
+        raise DataError(
+            f"{model.key} creates at most {max_samples} images; request fewer, or increase images_per_class"
+        )
+    if resume and (folder / "certificate.json").exists():  # the model is fitted; only samples and metrics are missing
+        model = load(folder, device=model.device)
+    else:
+        model.fit(
+            images,
+            run_dir=folder,
+            resume=resume,
+            budget=budget,
+            max_per_person=max_per_person,
+            issuer=issuer,
+            subject=subject,
+        )
+    synthetic = model.sample(number or max_samples or DEFAULT_IMAGES, seed=model.seed)
+    save_images(
+        replace(synthetic, soft_labels=None), folder / "images", overwrite=True
+    )  # PNG files hold no soft labels
+    save_images(synthetic, folder / "images.npz", overwrite=True)
+    contact_sheet(synthetic, folder / "samples.png")
+    accuracy = None
+    metrics: dict[str, Any] = {}
+    if test is not None:
+        recipe = Recipe() if max_samples is None else CONDENSED_RECIPE
+        accuracy = downstream_accuracy(synthetic, test, recipe=recipe, device=model.torch_device)
+        metrics["utility"] = {"small_cnn": accuracy.to_dict()}
+    write_json(folder / "metrics.json", metrics)
+    certificate = model.certificate_.covering(folder)
+    if sign is not None:
+        certificate = certificate.signed(sign)
+    certificate.save(folder / "certificate.json")
+    return Synthesis(folder, len(synthetic), certificate, accuracy, synthetic.soft_labels is not None)
+
+
+def sample_to_file(
+    run: Path,
+    target: Path,
+    *,
+    number: int | None = None,
+    label: str | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    overwrite: bool = False,
+    sign: Path | None = None,
+    options: dict[str, Any] | None = None,
+) -> tuple[ImageSet, Path]:
+    """Draw images from the model in `run`, save them, and write a certificate that refers to that of the run.
+
+    - number: number of images; default: 1,000, or all that the method can create.
+    - label: draw only this class.
+    - sign: private key that signs the certificate.
+    - options: parameters of the method that may change after `fit`.
+
+    Return the images and the path of the certificate, which is next to `target`.
+    """
+    name = target.stem if target.suffix in FILE_SUFFIXES else target.name
+    certificate_path = target.with_name(f"{name}.certificate.json")
+    if certificate_path.exists() and not overwrite:
+        raise DataError(f"{certificate_path} exists already; choose another name, or pass --overwrite")
+    model = load(run, device=device)
+    classes = len(model.public_.classes)
+    max_samples = model.max_samples(model.public_) or DEFAULT_SAMPLES * classes
+    number = number or min(DEFAULT_SAMPLES, max_samples // (classes if label else 1))
+    images = model.sample(number, labels=label, seed=seed, **(options or {}))
+    save_images(images, target, overwrite=overwrite)
+    certificate = model.certificate_.derived(target.parent, [target.name])
+    (certificate if sign is None else certificate.signed(sign)).save(certificate_path)
+    return images, certificate_path

@@ -1,0 +1,328 @@
+"""`check_synthesizer`: one suite that every method must pass.
+
+Record and replay: a method is run on a small set with every exact sum and noise draw recorded; then on a
+neighbouring set, where the vault answers with the recorded releases instead of its own. A sound method can then
+not tell the two sets apart: same queries, same model, same files, same output, same samples; and the exact sums may
+differ by one record's share only. The record that differs stands first, in the middle or last, and is ordinary,
+extreme or the only one of its class. A method that reaches past the vault, divides by a private size, forgets to
+clip, to noise or to charge fails; a sound one fails the noise tests with probability `FAILURE` at most.
+
+What it cannot see: a method that behaves well on these small sets only, and time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+
+from sfumato.certificate.statement import rounded_up
+from sfumato.data import ImageSet
+from sfumato.engine import GradientVault, Performance
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.registry import load, method_type
+from sfumato.privacy import Release
+from sfumato.privacy.budget import ADJACENCIES
+
+FAILURE = 1e-9  # chance that a sound method fails a noise test
+RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
+BATCH = 4  # images: these sets are small
+SLACK = 1e-4  # relative, for the rounding of rows beside other rows; the radius has a margin of its own for that
+
+
+class UnsoundError(AssertionError):
+    """A method or vault broke a rule of the house."""
+
+
+@dataclass
+class Answer:
+    """One query as the recorder saw it."""
+
+    release: Release
+    exact: torch.Tensor
+    radius: float
+    noised: torch.Tensor
+
+
+@dataclass
+class Tape:
+    """What one run asked and was told; with `replay`, what it is told instead.
+
+    `place` is the unit (image, or person) in which the neighbouring sets differ; `present` is False where it is absent.
+    `origin` is the place of each record in the first set.
+    """
+
+    place: int
+    origin: torch.Tensor
+    present: bool = True
+    replay: list[Answer] | None = None
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and all that it left: files by name, what it printed."""
+
+    model: Synthesizer
+    files: dict[str, bytes]
+    printed: str
+
+
+def build(method: str | type[Synthesizer], **settings: Any) -> Synthesizer:
+    """Return a method with these parameters and named constants; for tests and experiments."""
+    kind = method_type(method) if isinstance(method, str) else method
+    constants = {each.name for each in fields(kind) if not each.init}
+    model = kind(**{name: value for name, value in settings.items() if name not in constants})
+    return model.with_constants(**{name: value for name, value in settings.items() if name in constants})
+
+
+def check_synthesizer(
+    make: Callable[..., Synthesizer], images: ImageSet, *, vault: type[GradientVault] | None = None
+) -> None:
+    """Raises `UnsoundError` if the method that `make(**params)` builds is unsound or breaks the interface.
+
+    `images` should be small and labelled; its last image must be the only one of its class. Where images have persons,
+    numbered from 0, all images of one come and go together.
+    """
+    base = vault or make().vault_type
+    last = len(images) - 1 if images.persons is None else int(images.persons.max())
+    for place in (0, last // 2, last):
+        for adjacency in ADJACENCIES:
+            _check_neighbours(make, images, place, adjacency, base)
+    _check_noise(make, images, base)
+    _check_interface(make, images)
+
+
+def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
+    """`images` with a unit gone, or replaced: by another one's image with its label, by an extreme one.
+
+    With each set the places that its records have in the first set.
+    """
+    assert images.labels is not None
+    units = torch.arange(len(images)) if images.persons is None else images.persons
+    others = (units != place).nonzero()[:, 0]
+    if adjacency == "add-remove":
+        return [(images.subset(others), others)]
+    checkers = (torch.arange(math.prod(images.shape)) % 2 * 255).byte().reshape(images.shape)
+    own, other = int((units == place).nonzero()[0]), int(others[len(others) // 2])
+    replaced = []
+    for image, label in ((images.images[other], images.labels[other]), (checkers, images.labels[own])):
+        origin = torch.cat([others[others < own], torch.tensor([own]), others[others > own]])  # one image in its place
+        pixels, labels = images.images[origin], images.labels[origin]
+        at = origin == own
+        pixels[at], labels[at] = image, label
+        persons = None if images.persons is None else images.persons[origin]
+        replaced.append((ImageSet(pixels, labels, images.classes, persons=persons), origin))
+    return replaced
+
+
+def _check_neighbours(
+    make: Callable[..., Synthesizer], images: ImageSet, place: int, adjacency: str, base: type[GradientVault]
+) -> None:
+    recorded = Tape(place, torch.arange(len(images)))
+    one = _fit(make(adjacency=adjacency), images, recorded, base)
+    for neighbour, origin in _neighbours(images, place, adjacency):
+        replayed = Tape(place, origin, present=adjacency == "replace-one", replay=recorded.answers)
+        other = _fit(make(adjacency=adjacency), neighbour, replayed, base)
+        _check_answers(recorded.answers, replayed.answers, one.model)
+        _check_same(one, other)
+
+
+def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthesizer) -> None:
+    if len(recorded) != len(replayed):
+        raise UnsoundError("the number or order of queries depends on a single record")
+    for a, b in zip(recorded, replayed, strict=True):
+        name = a.release.name
+        if (a.release, a.radius, a.exact.shape) != (b.release, b.radius, b.exact.shape):
+            raise UnsoundError(f"release {name!r}: its noise, bound, shape or sampling depends on a single record")
+        allowed = a.radius * a.release.shift(model.adjacency) * (1 + SLACK)
+        moved = float((a.exact.double() - b.exact.double()).norm())
+        if moved > allowed:
+            raise UnsoundError(f"release {name!r}: one record moves the sum by {moved:.6g}, {allowed:.6g} is paid for")
+
+
+def _check_same(one: Run, other: Run) -> None:
+    """Given the same releases, everything that leaves must be the same to the last bit."""
+    if one.printed != other.printed:
+        raise UnsoundError("what is printed depends on the images beyond what was released")
+    for name in sorted(one.files.keys() | other.files.keys()):
+        if one.files.get(name) != other.files.get(name):
+            raise UnsoundError(f"{name} depends on the images beyond what was released")
+    if not torch.equal(one.model.sample(20, seed=1).images, other.model.sample(20, seed=1).images):
+        raise UnsoundError("samples depend on the images beyond what was released")
+    a, b = (_learned(run.model) for run in (one, other))
+    if a.keys() != b.keys() or any(
+        a[name].shape != b[name].shape or not torch.allclose(a[name], b[name], 0, 0, equal_nan=True) for name in a
+    ):
+        raise UnsoundError("the model depends on the images beyond what was released")
+
+
+def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
+    """The state, and the numbers in every attribute, parameters included."""
+    held = {name: _numbers(value) for name, value in vars(model).items() if name != "vault_type"}
+    numbers = {name: torch.cat(parts) for name, parts in held.items()}
+    return {**numbers, **{f"state {name}": value for name, value in model._state().items()}}
+
+
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """All that a value holds, as numbers: of tensors, arrays, containers, networks, objects; else what it prints.
+
+    What was met before is its number in the order of meeting, so that cycles end and sharing costs nothing.
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, int] = {}
+    alive: list[Any] = []  # or else another object could take an id
+
+    def text(words: str) -> None:
+        found.append(torch.tensor([len(words), *words.encode()], dtype=torch.float64))
+
+    def walk(item: Any) -> None:
+        if id(item) in seen:
+            return text(f"again {seen[id(item)]}")
+        alive.append(item)
+        seen[id(item)] = len(seen)
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided and not item.is_complex():
+            text(str(tuple(item.shape)))
+            found.append(item.detach().double().flatten().cpu())
+        elif isinstance(item, torch.nn.Module | dict | list | tuple) or hasattr(item, "__dict__"):
+            text(type(item).__name__)
+            whole = dict(vars(item)) if hasattr(item, "__dict__") else {}
+            if isinstance(item, torch.nn.Module):
+                whole |= item.state_dict()
+            inside = (
+                item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list | tuple) else ()
+            )
+            for name, part in [*whole.items(), *inside]:
+                if not (callable(part) and not isinstance(part, torch.nn.Module)):
+                    walk(name)
+                    walk(part)
+        elif isinstance(item, set | frozenset):
+            text(repr(sorted(map(repr, item))))
+        elif isinstance(item, np.ndarray):
+            text(f"{item.dtype} {item.shape} {item.tolist()!r}")
+        else:
+            text(repr(item))
+
+    walk(value)
+    return found
+
+
+def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[GradientVault]) -> None:
+    """Each release's noise against what is charged, and that no two runs share it, whatever the seed."""
+    draws: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for _ in range(RUNS):
+        tape = Tape(0, torch.arange(len(images)))
+        _fit(make(seed=7), images, tape, base)
+        for answer in tape.answers:
+            noise = (answer.noised.double() - answer.exact.double()) / (answer.release.noise * answer.radius)
+            draws[answer.release.name].append(noise.flatten())
+    for name, noises in draws.items():
+        if any(torch.equal(noises[0], noise) for noise in noises[1:]):
+            raise UnsoundError(f"release {name!r}: two runs drew the same noise")
+        check_unit_variance(torch.cat(noises), f"release {name!r}: ")
+
+
+def check_unit_variance(noise: torch.Tensor, prefix: str = "") -> None:
+    """Raises unless `noise` may be standard normal; a sound one fails with probability `FAILURE`.
+
+    With 500 values or more, noise of 2/3 or 3/2 of its scale fails with probability above 1 - 1e-6.
+    """
+    count, square = noise.numel(), float(noise.square().sum())
+    low, high = chi2.ppf(FAILURE / 2, count), chi2.isf(FAILURE / 2, count)
+    if not low <= square <= high:
+        raise UnsoundError(f"{prefix}the noise is {math.sqrt(square / count):.3f} times what is charged for")
+
+
+def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None:
+    """Estimator conventions: parameters, plan without pixels, save and load, reproducible samples."""
+    model = make()
+    planned = model.plan(images.public())
+    if model.get_params() != type(model)(**model.get_params()).get_params():
+        raise UnsoundError("get_params does not rebuild the method")
+    with tempfile.TemporaryDirectory() as folder:
+        if model.fit(images, run_dir=folder) is not model:
+            raise UnsoundError("fit must return the model")
+        certificate = model.certificate_
+        if certificate.epsilon is None or certificate.epsilon > model.epsilon:
+            raise UnsoundError(f"the certificate says epsilon {certificate.epsilon}, the budget is {model.epsilon}")
+        if rounded_up(planned.epsilon) < certificate.epsilon:
+            raise UnsoundError("more was released than planned")
+        again = load(folder, device=model.device)
+    sample = model.sample(30, seed=3)
+    if not torch.equal(sample.images, again.sample(30, seed=3).images):
+        raise UnsoundError("a loaded model draws other images")
+    if sample.shape != images.shape or tuple(sample.classes) != tuple(images.classes):
+        raise UnsoundError("samples have another shape or other classes than the images")
+    if torch.equal(sample.images, model.sample(30, seed=4).images):
+        raise UnsoundError("sample ignores its seed")
+
+
+def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVault]) -> Run:
+    model.vault_type = _recorder(tape, base)  # type: ignore[misc]
+    same_time = mock.patch("sfumato.certificate.issue._now", return_value="2000-01-01T00:00:00+00:00")
+    with tempfile.TemporaryDirectory() as name, io.StringIO() as text, same_time:
+        with redirect_stdout(text), redirect_stderr(text):
+            model.fit(images, run_dir=Path(name) / "run")
+        files = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
+        if model.certificate_.adjacency != model.adjacency or model.certificate_.delta != model.delta:
+            raise UnsoundError("the certificate is for another delta or relation than was asked for")
+        return Run(model, files, text.getvalue().replace(name, ""))
+
+
+def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
+    """A vault that writes down what it computes and, on replay, answers from the tape."""
+
+    class Recorder(base):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "performance": Performance(batch_size=BATCH)})
+
+        def gradient(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+            small = replace(options.get("performance") or Performance(), batch_size=BATCH)
+            return super().gradient(*args, **{**options, "performance": small})  # type: ignore[no-any-return]
+
+        def _new_run(self) -> str:
+            return "check"
+
+        def _drawn(self, release: Release) -> torch.Tensor:
+            """The same units in both runs, and the one that differs in every sample: the worst case."""
+            generator = torch.Generator().manual_seed(len(tape.answers))
+            chance = torch.rand(self._units + (not tape.present), generator=generator)
+            chance[tape.place] = 0
+            if not tape.present:
+                chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
+            drawn: torch.Tensor = self._chosen[(chance < release.sampling_prob)[self._unit_of[self._chosen]]]
+            return drawn
+
+        def _normals(self, index: torch.Tensor, count: int) -> torch.Tensor:
+            """A record's own numbers are the same in both runs: what is compared is given them."""
+            own = torch.cat([tape.origin, torch.tensor([2**20])])[index.flatten()]  # the last: of no record
+            seeds = [int(record) + 2**21 * len(tape.answers) for record in own]
+            drawn = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            return torch.stack(drawn).to(self.device)
+
+        def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+            asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1
+            if self.ledger.charged(release.name) < asked:
+                raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger")
+            noised: torch.Tensor = super()._noised(release, exact, radius, secure)
+            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone()))
+            if tape.replay is None:
+                return noised
+            recorded = tape.replay[len(tape.answers) - 1 :][:1]
+            if not recorded or recorded[0].noised.shape != noised.shape:
+                raise UnsoundError("the number or order of queries depends on a single record")
+            return recorded[0].noised.clone()
+
+    recorder: Any = Recorder
+    return recorder  # type: ignore[no-any-return]

@@ -1,0 +1,170 @@
+"""Every Python block and every `sfumato` command of README and docs runs, page by page, on small images.
+
+A page runs from top to bottom in its own folder and its own namespace. Training loops take two steps here, classifiers
+one epoch. A block after `<!-- not tested: reason -->` is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from sfumato import cli, synthesize
+from sfumato.data import DataWarning, ImageSet, PublicFacts, load
+from sfumato.data.named import read_digits
+from sfumato.evaluate import Accuracy, Recipe, downstream_accuracy, protocol
+from sfumato.methods import METHODS, Synthesizer
+from sfumato.methods.checkpoints import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)``` *(?:\{ *\.)?(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+NOT_TESTED = re.compile(r"<!-- not tested: \S[^>]+ -->\s*$")
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+SHOWN = {"text", "toml", "json", "csv"}  # languages of blocks that are no code to run
+SKIPPED = (
+    "make ",
+    "pip ",
+    ". ",
+    "python -m benchmarks",
+    "python benchmarks",
+    "git ",
+    "cd ",
+)  # commands that are not ours
+STEPS = 2  # of every training loop
+SMALL = {"features": 100, "features_per_step": 50, "cnn_images": 50, "batch_size": 20, "images": 100, "levels": 2}
+IMAGES = 300  # of the digits
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    line: int
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the blocks of a page that run."""
+    text = page.read_text("utf-8")
+    for match in FENCE.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        assert match[2] in SHOWN | {"python", "bash", "console"}, f"{page.name}:{line}: a block without known language"
+        if match[2] not in SHOWN and not NOT_TESTED.search(text[: match.start()]):
+            code = INCLUDE.sub(lambda include: (ROOT / include[1]).read_text("utf-8"), match[3])
+            yield Block(match[2], re.sub(f"^{match[1]}", "", code, flags=re.MULTILINE), line)
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the words of each `sfumato` command; refuse commands that nobody expected."""
+    for text in block.code.replace("\\\n", " ").splitlines():
+        line = text.removeprefix("$ ").strip()
+        if line.startswith("sfumato "):
+            yield shlex.split(line, comments=True)
+        elif line and not line.startswith(("#", *SKIPPED)) and block.language != "console":
+            raise AssertionError(
+                f"line {block.line}: what is {line!r}? Start it with sfumato, or mark it as not tested"
+            )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folders that pages name: scans/, new-scans/, held-out/ with class and person folders; flat/."""
+    (tmp_path / "flat").mkdir()
+    lines = ["file,label,patient"]
+    for number in range(240):
+        name = ("healthy", "glioma", "other")[number % 3]
+        source = ("scans", "held-out", "new-scans")[(number > 149) + (number > 199)]
+        target = tmp_path / source / name / f"patient{number % 60:02}" / f"{number}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(digits.images[number, 0].numpy()).resize((32, 32))
+        picture.save(target)
+        if source == "scans":
+            picture.save(tmp_path / "flat" / target.name)
+            lines.append(f"{target.name},{name},{number % 60}")
+    (tmp_path / "flat" / "labels.csv").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all loops and shrink all settings; what a page says about accuracy is not tested here."""
+    loop, resolved = Checkpoints.loop, Synthesizer._resolved
+
+    def short_loop(self: Checkpoints, name: str, total: int, **parts: Any) -> Iterator[int]:
+        return loop(self, name, min(total, STEPS), **parts)
+
+    def small_resolved(self: Synthesizer, public: PublicFacts) -> Synthesizer:
+        model = resolved(self, public)
+        for name, value in smaller(model).items():
+            setattr(model, name, value)
+        return model
+
+    def few_digits(split: str) -> ImageSet:
+        return read_digits(split).subset(torch.arange(IMAGES))
+
+    monkeypatch.setattr(Checkpoints, "loop", short_loop)
+    monkeypatch.setattr(Synthesizer, "_resolved", small_resolved)
+    monkeypatch.setattr(load, "read_digits", few_digits)
+    monkeypatch.setattr(synthesize, "DEFAULT_IMAGES", 100)
+    for module in (protocol, synthesize):
+        monkeypatch.setattr(module, "downstream_accuracy", one_epoch)
+
+
+def smaller(settings: Any) -> dict[str, Any]:
+    """Return the fields of settings that `SMALL` limits, also inside of settings that they hold."""
+    found = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if each.name in SMALL and isinstance(value, int):
+            found[each.name] = min(value, SMALL[each.name])
+        elif is_dataclass(value) and not isinstance(value, type):
+            found[each.name] = replace(value, **smaller(value))
+    return found
+
+
+def one_epoch(synthetic: ImageSet, test: ImageSet, *names: str, **options: Any) -> Accuracy:
+    """Train a classifier for one epoch."""
+    recipe = replace(options.pop("recipe", Recipe()), epochs=1)
+    return downstream_accuracy(synthetic, test, *names, recipe=recipe, **options)
+
+
+def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the command line in this process; return its exit status."""
+    monkeypatch.setattr(sys, "argv", words)
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, folder: Path, short_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look their module up
+    registered = set(METHODS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DataWarning)  # the folders are small
+            for block in blocks(page):
+                if block.language == "python":
+                    exec(compile(block.code, f"{page.name}:{block.line}", "exec"), vars(module))
+                    continue
+                for words in commands(block):
+                    status = run_command(words, monkeypatch)
+                    assert status == 0, f"{page.name}:{block.line}: {shlex.join(words)}\n{capsys.readouterr().err}"
+    finally:
+        for key in set(METHODS) - registered:
+            del METHODS[key]

@@ -1,0 +1,346 @@
+"""Keeps the package in order: one direction of imports, one name for one thing, small and documented constructors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+import sfumato as sf
+from sfumato.cli import app
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.registry import METHODS
+
+PACKAGE = Path(sf.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text("utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+BUILT_IN = {key: method for key, method in METHODS.items() if method.__module__.startswith("sfumato.")}
+
+# A module imports only from layers above its own line here; the root is `sfumato/__init__.py`.
+LAYERS = (
+    ("progress",),
+    ("data",),
+    ("privacy",),
+    ("engine",),
+    ("features", "nets"),
+    ("certificate",),
+    ("methods",),
+    ("advice", "evaluate", "testing"),
+    ("root",),
+    ("synthesize",),
+    ("console", "demo"),
+    ("cli_options",),
+    ("cli",),
+    ("__main__",),
+)
+LAYER = {part: number for number, layer in enumerate(LAYERS) for part in layer}
+ONLY = {
+    "privacy": set[str](),
+    "features": {"data", "engine", "progress"},
+    "nets": {"data", "engine", "progress"},
+}
+SHARED_BY_METHODS = {
+    *("base", "generator_method", "condensation", "kernel_painter", "teacher", "training"),
+    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching"),
+}
+MAX_PARAMETERS = 15
+FREE_TEXT = {"device", "encoder", "autoencoder", "residual", "preset"}  # names of devices, files, networks, presets
+MAX_FILES_OF_A_RUN = 25
+
+
+# -- imports ----------------------------------------------------------------------------------------------
+
+
+def part_of(module: str) -> str:
+    """Return the sub-package or top-level module that `module` belongs to."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "root"
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Yield the modules of the package that a source imports; `from sfumato import data` is `sfumato.data`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "sfumato")
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            if origin.split(".")[0] == "sfumato":
+                inside = {f"{origin}.{alias.name}" for alias in node.names}
+                yield from sorted(inside & MODULES.keys()) or [origin]
+
+
+def wrong_direction(module: str, source: str) -> list[str]:
+    """List the imports that go against the order of the layers."""
+    own, found = part_of(module), []
+    if own not in LAYER:
+        return [f"{module} is in no layer; add {own!r} to LAYERS"]
+    for imported in imports(module, source):
+        part = part_of(imported)
+        if part == own and own != "root":
+            continue
+        below = LAYER.get(part, len(LAYERS)) < LAYER[own]
+        if not below or (own in ONLY and part not in ONLY[own]):
+            found.append(f"{module} imports {imported}")
+    return found
+
+
+def foreign_methods(module: str, source: str) -> list[str]:
+    """List the imports of a method module by another one: only the registry and `__init__` know all methods."""
+    if part_of(module) != "methods" or module in ("sfumato.methods", "sfumato.methods.registry"):
+        return []
+    found = [each for each in imports(module, source) if part_of(each) == "methods"]
+    return [
+        f"{module} imports {each}" for each in found if each.removeprefix("sfumato.methods.") not in SHARED_BY_METHODS
+    ]
+
+
+def runtime_use_of_methods(module: str, source: str) -> list[str]:
+    """List what `evaluate` takes from `methods`, except names from `methods.base` that annotations alone mention."""
+    tree = ast.parse(source)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    found, types = [], set()
+    for node in nodes:
+        origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        names = [origin] if origin else [alias.name for alias in node.names]
+        if origin == "sfumato.methods.base":
+            types |= {alias.asname or alias.name for alias in node.names}
+        else:
+            found += [f"{module} imports {name}" for name in names if name.startswith("sfumato.methods")]
+    annotations = {id(part) for each in _annotations(tree) for part in ast.walk(each)}
+    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in annotations]
+    return found + [f"{module} uses {name} at run time" for name in sorted(types.intersection(used))]
+
+
+def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            yield node.returns
+
+
+def test_imports_go_one_way() -> None:
+    assert not [line for module, source in MODULES.items() for line in wrong_direction(module, source)]
+
+
+def test_no_method_imports_another() -> None:
+    assert not [line for module, source in MODULES.items() for line in foreign_methods(module, source)]
+
+
+def test_evaluate_needs_methods_for_types_only() -> None:
+    evaluate = {module: source for module, source in MODULES.items() if part_of(module) == "evaluate"}
+    assert not [line for module, source in evaluate.items() for line in runtime_use_of_methods(module, source)]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("sfumato.data.load", "from sfumato.privacy import Budget"),
+        ("sfumato.privacy.vault", "import sfumato.data"),
+        ("sfumato.privacy.vault", "from ..progress import bar"),
+        ("sfumato.engine.layers", "from sfumato.methods.base import Synthesizer"),
+        ("sfumato.certificate.issue", "def f():\n    from sfumato.evaluate import evaluate"),
+        ("sfumato.nets.flow", "from sfumato.privacy import Release"),
+        ("sfumato.nets.flow", "from sfumato.features import scattering"),
+        ("sfumato.features.kernels", "from sfumato import nets"),
+        ("sfumato.methods.base", "from sfumato import evaluate"),
+        ("sfumato.methods.base", "import sfumato as sf"),
+        ("sfumato.evaluate.ood", "from sfumato.synthesize import synthesize"),
+        ("sfumato.synthesize", "from sfumato.cli import app"),
+        ("sfumato.new_module", "import math"),
+        ("sfumato.data.load", "from sfumato.new_module import anything"),
+    ],
+)
+def test_an_import_against_the_order_is_found(module: str, source: str) -> None:
+    assert wrong_direction(module, source)
+
+
+def test_imports_in_order_are_accepted() -> None:
+    assert not wrong_direction(
+        "sfumato.methods.pge", "from sfumato.nets import flow\nfrom sfumato.privacy import Release"
+    )
+    assert not wrong_direction("sfumato.features.kernels", "import torch\nfrom sfumato.engine import layers")
+    assert not wrong_direction("sfumato.privacy.vault", "from sfumato.privacy.ledger import Ledger")
+    assert not wrong_direction("sfumato.cli", "import sfumato as sf")
+
+
+def test_a_method_that_imports_another_is_found() -> None:
+    assert foreign_methods("sfumato.methods.pge", "from sfumato.methods.dp_merf import MeanEmbedding")
+    assert foreign_methods("sfumato.methods.pge", "from sfumato.methods import atelier")
+    assert foreign_methods("sfumato.methods.pge", "from .dp_kernel import KernelGenerator")
+    assert foreign_methods("sfumato.methods.base", "import sfumato.methods.dp_kernel")
+    assert not foreign_methods("sfumato.methods.pge", "from sfumato.methods.base import Synthesizer")
+    assert not foreign_methods("sfumato.methods.registry", "from sfumato.methods.dp_merf import MeanEmbedding")
+
+
+def test_a_method_used_by_evaluate_is_found() -> None:
+    types = "from sfumato.methods.base import Synthesizer\n"
+    assert runtime_use_of_methods("sfumato.evaluate.ood", "from sfumato.methods.registry import create")
+    assert runtime_use_of_methods("sfumato.evaluate.ood", "import sfumato.methods")
+    assert runtime_use_of_methods("sfumato.evaluate.ood", types + "def f(x):\n    return isinstance(x, Synthesizer)")
+    assert not runtime_use_of_methods("sfumato.evaluate.ood", types + "def f(x: Synthesizer) -> None: ...")
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def repeated_modules(modules: dict[str, str]) -> list[str]:
+    """List the file names that two modules share; packages do not count."""
+    packages = {module.rpartition(".")[0] for module in modules}
+    names = Counter(module.rpartition(".")[2] for module in modules if module not in packages)
+    return sorted(name for name, number in names.items() if number > 1)
+
+
+def repeated_classes(modules: dict[str, str]) -> list[str]:
+    """List the class names that are defined twice in the package."""
+    nodes = (node for source in modules.values() for node in ast.walk(ast.parse(source)))
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return sorted(name for name, number in names.items() if number > 1)
+
+
+def test_no_two_modules_or_classes_share_a_name() -> None:
+    assert not repeated_modules(MODULES)
+    assert not repeated_classes(MODULES)
+
+
+def test_a_repeated_name_is_found() -> None:
+    twice = {"sfumato": "", "sfumato.a": "", "sfumato.a.layers": "class One: ...", "sfumato.layers": "class Two: ..."}
+    assert repeated_modules(twice) == ["layers"]
+    assert not repeated_classes(twice)
+    assert repeated_classes({**twice, "sfumato.b": "def f():\n    class Two: ..."}) == ["Two"]
+
+
+# -- parameters of methods --------------------------------------------------------------------------------
+
+
+def parameters(method: type[Synthesizer]) -> list[str]:
+    """List the names that the constructor takes."""
+    return [field.name for field in fields(method) if field.init]
+
+
+def undocumented(method: type[Synthesizer]) -> list[str]:
+    """List the parameters without a bullet `- name: ...` in the docstring of the class or of one of its bases."""
+    texts = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in method.__mro__]
+    bullets = {name for text in texts for name in re.findall(r"^- (\w+): \S", text, re.MULTILINE)}
+    return [name for name in parameters(method) if name not in bullets]
+
+
+def untyped_words(method: type[Synthesizer]) -> list[str]:
+    """List the parameters that take one of a few words and are not typed `Literal` with the default among them."""
+    hints, found = get_type_hints(method), []
+    for field in fields(method):
+        if not field.init or field.name in FREE_TEXT or not isinstance(field.default, str):
+            continue
+        hint = hints[field.name]
+        if get_origin(hint) is not Literal or field.default not in get_args(hint):
+            found.append(field.name)
+    return found
+
+
+@pytest.mark.parametrize("key", BUILT_IN)
+def test_a_method_has_few_parameters_and_a_bullet_for_each(key: str) -> None:
+    assert len(parameters(BUILT_IN[key])) <= MAX_PARAMETERS, parameters(BUILT_IN[key])
+    assert not undocumented(BUILT_IN[key])
+    assert not untyped_words(BUILT_IN[key])
+
+
+@pytest.mark.parametrize("key", BUILT_IN)
+def test_create_is_the_constructor(key: str) -> None:
+    model = sf.create(key)
+    assert type(model) is BUILT_IN[key]
+    assert model.get_params() == type(model)().get_params()
+
+
+@dataclass(kw_only=True, eq=False)
+class Documented(Synthesizer):
+    """A base class.
+
+    - width: channels, default 8.
+    """
+
+    key: ClassVar[str] = "planted"
+    width: int = 8
+
+
+@dataclass(kw_only=True, eq=False)
+class Planted(Documented):
+    """The words depth: and loss: are here, and a bullet that names nothing.
+
+    - something: that is no parameter.
+    - form: one word of two.
+    """
+
+    depth: int = 8
+    loss: str = "square"
+    form: Literal["a", "b"] = "a"
+    shape: Literal["round", "flat"] = "square"  # type: ignore[assignment]
+
+
+def test_an_undocumented_parameter_or_a_word_without_literal_is_found() -> None:
+    assert {"depth", "loss", "shape"} <= set(undocumented(Planted))
+    assert not {"width", "form"} & set(undocumented(Planted))
+    assert untyped_words(Planted) == ["loss", "shape"]
+    assert parameters(Planted)[-5:] == ["width", "depth", "loss", "form", "shape"]
+
+
+# -- one run ----------------------------------------------------------------------------------------------
+
+
+def files_called(run: Callable[[], Any]) -> list[str]:
+    """List the files of the package in which a function is called during `run`; importing a module is no call."""
+    found: set[str] = set()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(f"{PACKAGE}/"):
+            found.add(code.co_filename)
+
+    before = sys.getprofile(), threading.getprofile()
+    sys.setprofile(watch)
+    threading.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
+    return sorted(str(Path(name).relative_to(PACKAGE)) for name in found)
+
+
+def test_a_run_goes_through_few_files(tmp_path: Path) -> None:
+    """Whoever reads along with one `synth` has to open few files."""
+    command = ["synth", "digits", "--method", "atelier", "--out", str(tmp_path / "out"), "--number", "20", "--set"]
+    found = files_called(lambda: app([*command, "steps=1", "--device", "cpu"], standalone_mode=False))
+    assert (tmp_path / "out" / "certificate.json").exists()
+    assert len(found) <= MAX_FILES_OF_A_RUN, f"{len(found)} files:\n" + "\n".join(found)
+
+
+def test_the_files_of_a_run_are_found() -> None:
+    assert files_called(lambda: None) == []
+    assert files_called(lambda: sf.Budget(1.0)) == ["privacy/budget.py"]
+    later = threading.Thread(target=lambda: sf.Budget(1.0))
+    assert files_called(lambda: (later.start(), later.join())) == ["privacy/budget.py"]
+
+
+# -- community files --------------------------------------------------------------------------------------
+
+
+def test_all_files_state_the_same_version() -> None:
+    root = PACKAGE.parent
+    stated = [
+        re.findall(rf"^version{sign}(\S+)$", (root / name).read_text("utf-8"), re.MULTILINE)
+        for name, sign in (("pyproject.toml", ' = "?'), ("CITATION.cff", ": "))
+    ]
+    assert [[version.strip('"') for version in versions] for versions in stated] == [[sf.__version__]] * 2
