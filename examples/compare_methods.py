@@ -1,7 +1,7 @@
 """Compare methods: fit three of them with the same budget, print one table of accuracies, write one picture.
 
 Accuracy is that of classifiers trained on synthetic images only and tested on real ones.
-Run: `python examples/compare_methods.py`. It takes about two minutes on one core; with `--quick`, a few seconds.
+Run: `python examples/compare_methods.py`. It takes about one minute on one core; with `--quick`, a few seconds.
 """
 
 import sys

@@ -49,19 +49,23 @@ class Clock:
 @contextlib.contextmanager
 def program(folder: Path, options: str, **modules: Any) -> Iterator[Path]:
     """Make `folder` importable, in an empty working directory, with these arguments and replaced modules; be silent."""
-    here, replaced = Path.cwd(), {}
+    here, replaced, before = Path.cwd(), {}, dict(sys.modules)
     for name, content in modules.items():
         replaced[name] = ModuleType(name)
         vars(replaced[name]).update(content)
     with (
         tempfile.TemporaryDirectory() as scratch,
         contextlib.redirect_stdout(io.StringIO()),
-        mock.patch.dict(sys.modules, replaced),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),
         mock.patch.object(sys, "argv", ["program", *options.split()]),
     ):
         os.chdir(scratch)
+        sys.modules.update(replaced)
         try:
             yield Path(scratch)
         finally:
             os.chdir(here)
+            theirs = [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(folder))]
+            for name in {*theirs, *replaced}:
+                sys.modules.pop(name)
+            sys.modules.update({name: before[name] for name in replaced if name in before})

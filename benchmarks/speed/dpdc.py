@@ -1,7 +1,8 @@
 """Iterations per second of NDPDC beside the authors' program, at the paper's settings.
 
 Only its reading of data and of the GPU's number is replaced. Both: MNIST, 50 images per class, samples of 50, clipping
-norm and noise multiplier 1, augmentation. Ours goes through the vault. The iterations after a warm-up count.
+norm and noise multiplier 1, augmentation. Ours goes through the vault. The iterations after a warm-up count. Their
+program needs torchvision.
 """
 
 from __future__ import annotations

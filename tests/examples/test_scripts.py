@@ -49,7 +49,7 @@ def test_a_script_is_short_and_says_what_it_does(path: Path) -> None:
 def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("quickstart.py", tmp_path, monkeypatch)
     assert "certificate valid: epsilon" in capsys.readouterr().out
-    (out,) = tmp_path.iterdir()
+    (out,) = tmp_path.glob("sfumato-*")
     assert {path.name for path in out.iterdir()} == {"run", "images.npz", "samples.png"}
     assert len(sf.load_images(out / "images.npz")) == 1000
 
@@ -79,7 +79,7 @@ def test_compare_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 def test_add_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The script itself calls `check_synthesizer`."""
     run("add_a_method.py", tmp_path, monkeypatch)
-    (out,) = tmp_path.iterdir()
+    (out,) = tmp_path.glob("sfumato-*")
     assert sf.verify(out / "certificate.json")
     assert sf.load(out).key == "cosine-gaussian"
     assert len(sf.load_images(out / "images.npz")) == 1000
