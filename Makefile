@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test slow docs tables render clean
+.PHONY: demo test slow gpu-test docs tables render clean
 
 demo: $(READY)
 	$(BIN)/sfumato demo
@@ -19,7 +18,11 @@ test: $(READY)
 slow: $(READY)
 	$(BIN)/pytest -m slow
 
-docs: $(DOCS_READY)
+# On a machine with a GPU: the tests that are skipped elsewhere.
+gpu-test: $(READY)
+	$(BIN)/pytest -m gpu
+
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'open build/site/index.html'
 
@@ -43,7 +46,3 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
-
-$(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
-	touch $(DOCS_READY)

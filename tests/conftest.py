@@ -10,6 +10,14 @@ from sfumato.data import ImageSet, load_images
 torch.set_num_threads(1)  # the data are small: threads would only wait for each other
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that are marked `gpu` where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 @pytest.fixture(scope="session")
 def digits() -> ImageSet:
     return load_images("digits")

@@ -173,7 +173,9 @@ def test_soft_labels_are_written_to_npz_and_parquet(
 ) -> None:
     tiny = {
         "steps": 2,
-        "painter": PainterSettings(paths=1, features=20, batch_size=20, cnn_images=20),
+        "paths": 1,
+        "batch_size": 20,
+        "painter": PainterSettings(features=20, cnn_images=20),
         "teacher": TeacherSettings(steps=2, cnn_images=20),
         "generator": GeneratorSizes(width=8),
     }

@@ -33,10 +33,12 @@ from sfumato.testing import (
 )
 
 SMALL = GeneratorSizes(width=8)
-PAINTER = PainterSettings(paths=1, features=20, features_per_step=10, batch_size=20, cnn_images=20)
+PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 QUICK: dict[str, dict[str, Any]] = {
     "atelier": {
         "steps": 1,
+        "paths": 1,
+        "batch_size": 20,
         "painter": replace(PAINTER, common_share=0.5),
         "teacher": TeacherSettings(steps=2, cnn_images=20),
         "generator": SMALL,

@@ -30,7 +30,7 @@ from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_c
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
-from sfumato.methods.kernel_painter import CPU_PAINTER, KernelPainter, PainterSettings
+from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
 from sfumato.methods.teacher import (
     FEW_STEPS,
     Teacher,
@@ -77,8 +77,17 @@ class Atelier(Synthesizer):
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "cpu": {"steps": CPU.steps, "painter": CPU, "teacher": TeacherSettings(steps=FEW_STEPS)},
-        "high-noise": {"steps": CPU.steps, "painter": replace(CPU, smoothness=0.6)},
+        "cpu": {
+            "steps": CPU_STEPS,
+            "batch_size": CPU_BATCH_SIZE,
+            "painter": CPU,
+            "teacher": TeacherSettings(steps=FEW_STEPS),
+        },
+        "high-noise": {
+            "steps": CPU_STEPS,
+            "batch_size": CPU_BATCH_SIZE,
+            "painter": replace(CPU, smoothness=0.6),
+        },
     }
 
     steps: int = 4500
@@ -88,6 +97,8 @@ class Atelier(Synthesizer):
     disagreement: Literal["relabel", "drop", "keep"] = "relabel"
     soft_labels: bool = False
     variety: float = 1.0
+    paths: int = constant(3)  # releases of the painter
+    batch_size: int = constant(600)  # generated images in a step of the painter
     painter: PainterSettings = constant(PAINTER)
     teacher: TeacherSettings = constant(TeacherSettings())
     generator: GeneratorSizes = constant(GeneratorSizes())
@@ -112,11 +123,13 @@ class Atelier(Synthesizer):
     # -- the plan -----------------------------------------------------------------------------------------
 
     def _painter(self, public: PublicFacts) -> KernelPainter:
-        settings = replace(self.painter, steps=self.steps)
         return KernelPainter(
-            replace(settings, smoothness=0.0) if self.autoencoder else settings,
+            replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter,
             self.generator,
             public,
+            paths=self.paths,
+            steps=self.steps,
+            batch_size=self.batch_size,
             class_noise=len(public.classes) * self._noise_per_image(public),
             seed=self.seed,
             device=self.torch_device,
@@ -131,7 +144,7 @@ class Atelier(Synthesizer):
             return painter.releases()
         share = self.teacher_share
         times = self.teacher.planned_steps(self._noise_per_image(public), share)
-        weight = math.sqrt(times * (1 - share) / (share * painter.settings.stages))
+        weight = math.sqrt(times * (1 - share) / (share * painter.stages))
         return [*painter.releases(), Release("teacher", times, weight=weight)]
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:

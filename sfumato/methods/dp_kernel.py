@@ -31,7 +31,14 @@ from sfumato.features.kernels import GaussianKernel
 from sfumato.methods.base import constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.generator_method import GeneratorMethod
-from sfumato.methods.kernel_painter import CPU_PAINTER, KernelPainter, PainterSettings, PathTraining
+from sfumato.methods.kernel_painter import (
+    CPU_BATCH_SIZE,
+    CPU_PAINTER,
+    CPU_STEPS,
+    KernelPainter,
+    PainterSettings,
+    PathTraining,
+)
 from sfumato.methods.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
@@ -58,7 +65,7 @@ class KernelGenerator(GeneratorMethod):
     paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
     summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and CNN features"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "cpu": {"steps": CPU_PAINTER.steps, "batch_size": CPU_PAINTER.batch_size, "painter": CPU_PAINTER}
+        "cpu": {"steps": CPU_STEPS, "batch_size": CPU_BATCH_SIZE, "painter": CPU_PAINTER}
     }
 
     form: Literal["pathwise", "gp", "nystrom"] = "pathwise"
@@ -80,9 +87,12 @@ class KernelGenerator(GeneratorMethod):
 
     def _painter(self, public: PublicFacts) -> KernelPainter:
         return KernelPainter(
-            replace(self.painter, steps=self.steps, batch_size=self.batch_size, paths=self.paths),
+            self.painter,
             replace(self.generator, per_class=self.variant == "parallel"),
             public,
+            paths=self.paths,
+            steps=self.steps,
+            batch_size=self.batch_size,
             class_noise=len(public.classes) * self._noise_per_image(public),
             seed=self.seed,
             device=self.torch_device,

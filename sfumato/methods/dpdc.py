@@ -64,8 +64,7 @@ class NonlinearCondenser(PrivateCondenser):
 
     - iterations: int, 500; the paper's I.
     - bound: float, 0.3; clipping norm, the paper's G.
-    - augmentation: bool, True; the same random augmentation of real and synthetic images, per class and iteration.
-    - flip: bool, False; include mirroring.
+    - flip: bool, False; include mirroring in the augmentation.
 
     Presets: `paper`, the authors' form.
     """
@@ -89,8 +88,8 @@ class NonlinearCondenser(PrivateCondenser):
 
     iterations: int = 500
     bound: float = 0.3
-    augmentation: bool = True
     flip: bool = False
+    augmentation: bool = constant(True)  # the same for real and synthetic images, per class and iteration
     # Rows are directions minus the synthetic images' mean direction in their class, which is public: it comes from
     # earlier releases. Embeddings of a class are similar, so these residuals are short and allow a small bound.
     residual: bool = constant(True)

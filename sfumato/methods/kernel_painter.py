@@ -55,8 +55,7 @@ FLAT_SLOPE = 1e-2  # smooths total variation at zero
 class PainterSettings:
     """Settings of the kernel painter.
 
-    - steps: training steps over all paths. batch_size: generated images in a step.
-    - paths: number of releases. features: frequencies of a path. features_per_step: frequencies used in a step.
+    - features: frequencies of a path. features_per_step: frequencies used in a step.
     - pixel_bandwidths, scattering_bandwidths, cnn_bandwidths: ranges of the Gaussian kernels' bandwidths; vectors have
       norm one. window: range of window sizes, in image sides.
     - scattering_share: part of the first path's frequencies that use scattering coefficients; the others use pixels.
@@ -68,9 +67,6 @@ class PainterSettings:
     - learning_rate, ema: of the generator.
     """
 
-    steps: int = 4500
-    batch_size: int = 600
-    paths: int = 3
     features: int = 4000
     features_per_step: int = 1000
     pixel_bandwidths: tuple[float, float] = (0.2, 0.8)
@@ -85,12 +81,9 @@ class PainterSettings:
     learning_rate: float = 5e-3
     ema: float = 0.99
 
-    @property
-    def stages(self) -> int:
-        return min(self.paths, self.steps)
 
-
-CPU_PAINTER = PainterSettings(steps=1800, features_per_step=500, batch_size=200, scattering_share=0.0)
+CPU_STEPS, CPU_BATCH_SIZE = 1800, 200
+CPU_PAINTER = PainterSettings(features_per_step=500, scattering_share=0.0)
 
 
 class KernelPainter:
@@ -98,6 +91,7 @@ class KernelPainter:
 
     - settings, sizes: of the training and the network.
     - public: facts of the images. With `autoencoder` the painter works on its latents (`canvas`).
+    - paths: number of releases. steps: training steps over all paths. batch_size: generated images in a step.
     - class_noise: noise multiplier of one release with the whole budget, over the number of images of a class.
     - encoder: a public network whose last maps get half of the first path's frequencies; empty: none.
     - autoencoder: `taef2`, or empty for pixels.
@@ -109,6 +103,9 @@ class KernelPainter:
         sizes: GeneratorSizes,
         public: PublicFacts,
         *,
+        paths: int,
+        steps: int,
+        batch_size: int,
         class_noise: float,
         seed: int,
         device: torch.device,
@@ -116,6 +113,7 @@ class KernelPainter:
         autoencoder: str = "",
     ) -> None:
         self.settings, self.sizes, self.public, self.seed, self.device = settings, sizes, public, seed, device
+        self.stages, self.steps, self.batch_size = min(paths, steps), steps, batch_size
         self.encoder, self.autoencoder = encoder, autoencoder
         self.canvas = replace(public, shape=latent_shape(public.shape)) if autoencoder else public
         several = len(public.classes) > 1  # with one class, one release has everything
@@ -127,7 +125,7 @@ class KernelPainter:
     def releases(self) -> list[Release]:
         """Return the planned releases: class counts unless declared, class sums, and common sums if any."""
         self.check_size()
-        times, share = self.settings.stages, self.common_share
+        times, share = self.stages, self.common_share
         sums = [Release("sums", times, weight=(1 - share) ** -0.5)]
         common = [Release("common", times, weight=share**-0.5)] if share else []
         return [*counts_release(self.public, times**-0.5), *sums, *common]
@@ -163,20 +161,20 @@ class KernelPainter:
 
     def fit(self, vault: GradientVault, counts: torch.Tensor, checkpoints: Checkpoints) -> nn.Module:
         """Release one path after another and follow all there are. Return the generator."""
-        settings, stages, training = self.settings, self.settings.stages, self.training()
+        settings, stages, training = self.settings, self.stages, self.training()
         expected = counts[:, None]
         training.class_shares = expected / expected.sum()
         encoder = load_perceptual(self.encoder, self.device) if self.encoder else None
         if encoder is not None:
             check_public_network(vault, "encoder", encoder.facts)
         smoothing = self._smoothing(vault.plan["sums"].noise / expected)
-        starts = [-(-stage * settings.steps // stages) for stage in range(stages + 1)]
+        starts = [-(-stage * self.steps // stages) for stage in range(stages + 1)]
         for stage in range(stages):
             training.add(*self._path(vault, training, stage, encoder, expected, checkpoints), smoothing)
             steps = starts[stage + 1] - starts[stage]
             for step in checkpoints.loop(f"generator {stage + 1}/{stages}", steps, training=training):
-                place = ((starts[stage] + step) * stages - stage * settings.steps) // stages
-                rate = settings.learning_rate * warm_cosine(place, settings.steps // stages)
+                place = ((starts[stage] + step) * stages - stage * self.steps) // stages
+                rate = settings.learning_rate * warm_cosine(place, self.steps // stages)
                 training.trainer.set_rate(PATH_RATE_DECAY**stage * rate)
                 training.follow(settings.features_per_step)
         return training.averaged()
@@ -271,7 +269,7 @@ class PathTraining(GeneratorTraining):
 
     def __init__(self, painter: KernelPainter, generator: torch.Generator) -> None:
         settings, public = painter.settings, painter.canvas
-        each = max(MIN_PER_CLASS, settings.batch_size // len(public.classes))
+        each = max(MIN_PER_CLASS, painter.batch_size // len(public.classes))
         super().__init__(
             painter.new_generator(), public, generator, each=each, ema=settings.ema, latent=painter.sizes.latent
         )

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +37,13 @@ class MethodInfo:
 def register(method: M) -> M:
     """Register a method under its key; usable as a class decorator.
 
-    Raise `ValueError` if another class has that key.
+    Raise `TypeError` for anything but a complete subclass of `Synthesizer`, `ValueError` if another class has its key.
     """
+    if not (isinstance(method, type) and issubclass(method, Synthesizer)) or isabstract(method):
+        raise TypeError(f"{method!r} is not a complete subclass of Synthesizer")
+    for name in ("key", "paper", "summary"):
+        if not isinstance(getattr(method, name, None), str):
+            raise TypeError(f"{method.__name__} has no {name!r}; set it to a text in the class")
     if METHODS.get(method.key, method) is not method:
         raise ValueError(f"there is a method {method.key!r} already ({METHODS[method.key].__name__})")
     METHODS[method.key] = method
@@ -107,6 +113,9 @@ def _load_entry_points() -> None:
     """Register the methods of other packages, once. A broken one is a warning, not an error."""
     for point in entry_points(group=ENTRY_POINTS):
         try:
-            register(point.load())
+            method = point.load()
+            if getattr(method, "key", point.name) != point.name:
+                raise ValueError(f"its key is {method.key!r}; name the entry point like that")
+            register(method)
         except Exception as error:
             warnings.warn(f"the method {point.name!r} of {point.value} cannot be loaded: {error}", stacklevel=2)

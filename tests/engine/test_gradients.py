@@ -716,7 +716,7 @@ def test_a_parameter_that_is_frozen_later_is_excluded() -> None:
     assert set(vault.gradient(model, squares, release="g", bound=1.0)) == {n for n in all_gradients if "front" not in n}
 
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.mark.gpu
 
 
 @GPU

@@ -28,7 +28,7 @@ def test_class_means_and_gradients_equal_those_of_the_rows(moments: int, balance
         assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_class_means_of_bfloat16_are_accumulated_in_float32() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     maps = [torch.rand(40, 8, 6, 6, generator=generator, device="cuda").bfloat16() for _ in range(2)]

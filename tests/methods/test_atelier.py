@@ -22,12 +22,14 @@ TEACHER = TeacherSettings(
     steps=30,  # with ten the rate is high, and the teacher fails once in a hundred times
     cnn_images=200,
 )
-PAINTER = replace(CPU, paths=2, features=40, features_per_step=20, batch_size=40, cnn_images=200, smoothness=0.6)
+PAINTER = replace(CPU, features=40, features_per_step=20, cnn_images=200, smoothness=0.6)
 QUICK: dict[str, Any] = {
     "steps": 6,
     "device": "cpu",
     "public_size": True,
     "epsilon": 20.0,
+    "paths": 2,
+    "batch_size": 40,
     "painter": PAINTER,
     "teacher": TEACHER,
     "generator": GeneratorSizes(width=8),
@@ -195,7 +197,8 @@ def test_the_teacher_sees_an_autoencoders_maps(large_digits: ImageSet, tmp_path:
 def test_maps_are_painted_and_seen_soundly(fewer_large_digits: ImageSet, adjacency: str) -> None:
     options = {
         "steps": 1,
-        "painter": replace(PAINTER, paths=1, cnn_images=20),
+        "paths": 1,
+        "painter": replace(PAINTER, cnn_images=20),
         "teacher": TeacherSettings(steps=2, cnn_images=20),
         "autoencoder": "taef2",
         "public_size": False,

@@ -34,14 +34,16 @@ from sfumato.privacy import Ledger, Release
 from sfumato.testing import build
 
 SIZES = GeneratorSizes(width=8)
-PAINTER = PainterSettings(features=20, features_per_step=10, batch_size=20, cnn_images=20)
+PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 SMALL: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 60, "steps": 12, "batch_size": 20},
     "dp-mepf": {"encoder": "scattering", "steps": 6, "batch_size": 20, "snapshots": 1, "generator": SIZES},
     "dp-kernel": {"steps": 9, "paths": 3, "batch_size": 40, "painter": PAINTER, "generator": SIZES},
     "atelier": {
         "steps": 6,
-        "painter": replace(PAINTER, paths=2, common_share=0.5),
+        "paths": 2,
+        "batch_size": 20,
+        "painter": replace(PAINTER, common_share=0.5),
         "teacher": TeacherSettings(steps=6, cnn_images=20),
         "generator": SIZES,
     },
