@@ -305,6 +305,7 @@ FREE = crossed(
 FREE_NOTE = "Matching loss: mean ± sd of 20 random networks. Accuracy in % of a ConvNet."
 ENCODERS = crossed(by_job("default", "resnet18 encoder"), by_epsilon((1.0, 10.0)))
 
+
 def remeasured() -> str:
     """Return the figures of one fit after the last large change of the code, beside those of the tables."""
     lines = ["| method | data | classifier | table | one fit, remeasured |", "|---|---|---|---|---|"]

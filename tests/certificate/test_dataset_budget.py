@@ -226,7 +226,7 @@ def test_racing_processes_never_exceed_the_budget(path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join()  # no limit: the machine may be busy
         assert worker.exitcode == 0
     rows = DatasetBudget(path).rows()  # reads and checks every line
     assert len(rows) == 6
@@ -252,15 +252,16 @@ def test_a_killed_process_loses_no_reservation(tmp_path: Path) -> None:
             finally:
                 os._exit(0)
         os.close(writer)
-        time.sleep(generator.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader) as report:
-            reserved |= {line.strip() for line in report if line.endswith("\n")}
+        with os.fdopen(reader) as report:  # counts confirmations, not seconds: the machine may be busy
+            lines = [report.readline() for _ in range(generator.randrange(3))]
+            time.sleep(generator.uniform(0, 0.01))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            reserved |= {line.strip() for line in [*lines, *report] if line.endswith("\n")}
     account = DatasetBudget(path)
     assert len(reserved) > 10
     assert reserved <= {row.run for row in account.rows()}
     for run in sorted(reserved)[:5]:
         account.reserve(run, each)  # resumed: already reserved
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["seq"] for line in lines] == list(range(len(lines)))
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["seq"] for entry in entries] == list(range(len(entries)))

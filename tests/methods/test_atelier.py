@@ -171,7 +171,10 @@ def test_soft_labels_are_what_the_teacher_sees(fitted: Atelier, tmp_path: Path) 
     assert again.sample(5).soft_labels is not None
 
 
-def test_the_teacher_may_look_through_an_encoder_alone(encoder: str, few_digits: ImageSet, tmp_path: Path) -> None:
+def test_the_teacher_may_use_a_public_encoder(
+    encoder: str, few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sfumato.methods.teacher.ENCODER_SIDE", 16)
     model = quick(encoder=encoder).fit(few_digits, run_dir=tmp_path)
     facts = model.certificate_.public_facts
     assert facts["encoder"]["trained_on"] == "random numbers"
