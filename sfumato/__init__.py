@@ -8,7 +8,7 @@ from sfumato.evaluate import evaluate
 from sfumato.methods import create, list_methods, load
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Plan, Release
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Budget",

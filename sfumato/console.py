@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -83,17 +83,9 @@ def print_plan(planned: Plan, method: str, public: PublicFacts, settings: Sequen
 def _settings_table(settings: Sequence[Setting]) -> Table:
     table = Table("setting", "value", "source", title="settings of the method", box=None, pad_edge=False)
     for setting in settings:
-        for name, value in _flatten(setting.name, setting.value).items():
-            text = f"{value:g}" if isinstance(value, float) else str(value)
-            table.add_row(name, escape(text) or '""', escape(setting.source))
+        text = f"{setting.value:g}" if isinstance(setting.value, float) else str(setting.value)
+        table.add_row(setting.name, escape(text) or '""', escape(setting.source))
     return table
-
-
-def _flatten(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass value as NAME.FIELD, and other values under their own name."""
-    if not is_dataclass(value):
-        return {name: value}
-    return {f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)}
 
 
 def print_verification(result: Verification) -> None:

@@ -42,7 +42,7 @@ SLACK = 1e-4  # relative, for the rounding of rows beside other rows; the radius
 
 
 class UnsoundError(AssertionError):
-    """A method or vault broke a rule of the house."""
+    """A method or vault broke a rule that the guarantee needs."""
 
 
 @dataclass

@@ -86,6 +86,9 @@ def verify(
     read, except `signed_by`.
     """
     source, result = Path(path), Verification()
+    if not os.path.lexists(source):
+        result.problems.append(f"{source}: there is no such certificate")
+        return result
     with result.collecting(f"{source} is not a certificate"):
         content = json.loads(
             _regular_file(source).read_text("utf-8"),

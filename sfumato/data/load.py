@@ -127,7 +127,8 @@ def _check_options(*, size: int | None, mode: str | None, split: str, on_error: 
         ("on_error", on_error, ("raise", "skip")),
     ):
         if value not in allowed:
-            raise DataError(f"{name}={value!r}: expected {' or '.join(repr(choice) for choice in allowed)}")
+            choices = " or ".join(repr(choice) for choice in allowed if choice is not None)
+            raise DataError(f"{name}={value!r}: expected {choices}")
 
 
 def _read(source: str | Path, options: _ReadOptions) -> ImageSet | Listing:

@@ -175,8 +175,9 @@ def _lookup(name: str) -> NamedSet:
 
 
 def _suggest_name(name: str) -> str:
-    near = get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.0)
-    return f"the nearest name is {near[0]!r} (all: {', '.join(KNOWN)})"
+    near = get_close_matches(name.lower(), KNOWN, n=1)
+    nearest = f"the nearest name is {near[0]!r}; " if near else ""
+    return f"{nearest}the named data sets are {', '.join(KNOWN)}"
 
 
 def _search_folders() -> list[Path]:

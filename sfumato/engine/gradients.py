@@ -258,7 +258,8 @@ def _groups(weights: Tensors, bound: float | Mapping[str, float]) -> list[tuple[
     for name in weights:
         fitting = [prefix for prefix in bounds if not prefix or name == prefix or name.startswith(f"{prefix}.")]
         if len(fitting) != 1:
-            raise ValueError(f"parameter {name!r} must be in one group, it is in {', '.join(fitting) or 'none'}")
+            found = ", ".join(prefix or "all" for prefix in fitting) or "none"
+            raise ValueError(f"parameter {name!r} must be in one group, it is in {found}")
         members[fitting[0]].append(name)
     if empty := [prefix for prefix, names in members.items() if not names]:
         raise ValueError(f"there are no trainable parameters whose names begin with {', '.join(empty)}")

@@ -27,7 +27,7 @@ from sfumato.engine import GradientVault
 from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
-from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.base import ASSUMED_IMAGES, AUTO, Synthesizer, constant
 from sfumato.methods.class_counts import class_counts
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
@@ -50,6 +50,10 @@ MAX_TRIES = 20  # of the painter, until the teacher sees the wanted class
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
+ASSUMED_NOTE = (
+    f"class sizes are not declared, so settings are chosen for {ASSUMED_IMAGES:,} images; with fewer, declare them "
+    "(public_size=true) or set preset=high-noise"
+)
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 
@@ -118,7 +122,8 @@ class Atelier(Synthesizer):
         return [*super()._auto_presets(public), *(["high-noise"] if high else [])]
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
-        return [ENCODER_NOTE] if self.encoder and _has_classes(public) else []
+        assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
+        return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 
     # -- the plan -----------------------------------------------------------------------------------------
 

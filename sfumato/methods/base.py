@@ -45,7 +45,7 @@ class NotFittedError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a method, its value, and its source: `given`, `default` or `preset NAME`."""
+    """One setting of a method (NAME, or NAME.FIELD), its value, and its source: `given`, `default` or `preset NAME`."""
 
     name: str
     value: Any
@@ -148,12 +148,17 @@ class Synthesizer(ABC):
         applied = self._preset_values(public)
         found = []
         for each in fields(self):
-            source = "given" if each.name in self._given else "default"
-            value = getattr(self, each.name)
+            source, value = "given" if each.name in self._given else "default", getattr(self, each.name)
             if each.name in applied:
-                name, value = applied[each.name]
-                source = f"preset {name}"
-            found.append(Setting(each.name, value, source))
+                preset, value = applied[each.name]
+                source = f"preset {preset}"
+            if not is_dataclass(value):
+                found.append(Setting(each.name, value, source))
+                continue
+            for part in fields(value):  # NAME.FIELD; a preset is the source of what it changes only
+                own = getattr(value, part.name)
+                same = own == getattr(each.default, part.name)
+                found.append(Setting(f"{each.name}.{part.name}", own, "default" if same else source))
         return found
 
     def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:

@@ -8,9 +8,9 @@ Released: noisy class sums of random Fourier features, once for each of a few `p
 sample path of the function (proof: `features/fourier.py`), so its derivatives, and every training step, are
 post-processing. With `common_share`, also the same sums over all classes.
 
-The kernels are ours. Frequencies have windows, so that parts of images are learned from all images that share them. The
-first path uses pixels and wavelet scattering coefficients. Each later path uses the features of a small CNN that was
-trained to classify *generated* images. Large images are generated as latents of a public autoencoder.
+The kernels differ from the paper's. Frequencies have windows, so that parts of images are learned from all images that
+share them. The first path uses pixels and wavelet scattering coefficients. Each later path uses the features of a small
+CNN that was trained to classify *generated* images. Large images are generated as latents of a public autoencoder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIN_LATENT_SIDE = 4
 MIN_PER_CLASS = 4  # generated images of a class in a batch
 PATH_RATE_DECAY = 0.7  # factor on the learning rate from one path to the next
 PIXEL_NORM, CORRELATION_LENGTH = math.sqrt(0.35), 0.25  # public image model: norm of the vector; in image sides
-FLAT_SLOPE = 1e-2  # smooths total variation at zero
+TV_EPSILON = 1e-2  # smooths total variation at zero
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,13 @@ class KernelPainter:
         """Raise `DataError` for images that are too large, or too small for the autoencoder."""
         sides = self.canvas.shape[1:]
         if max(sides) > MAX_SIDE:
+            other = "" if self.autoencoder else ", or up to 512 with autoencoder='taef2'"
             raise DataError(
-                f"images may have up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2'; "
-                "pass a smaller size (--size)"
+                f"images are {self.public.shape[1]} × {self.public.shape[2]}; the method takes up to "
+                f"{8 * MAX_SIDE if self.autoencoder else MAX_SIDE} pixels a side (--size){other}"
             )
         if self.autoencoder and min(sides) < MIN_LATENT_SIDE:
-            raise DataError("the autoencoder's latents are an eighth of an image, too small here; use pixels instead")
+            raise DataError("the autoencoder needs images of at least 32 pixels a side; leave it out")
 
     def facts(self) -> dict[str, Any]:
         """Return the public networks in use, for the certificate."""
@@ -149,7 +150,7 @@ class KernelPainter:
     # -- training -----------------------------------------------------------------------------------------
 
     def open(self, vault: GradientVault) -> GradientVault:
-        """Return the vault of what is painted: the images, or their latents."""
+        """Return a vault of what the generator models: images, or their latents."""
         if not self.autoencoder:
             return vault
         network = load_autoencoder(self.device)
@@ -162,15 +163,15 @@ class KernelPainter:
     def fit(self, vault: GradientVault, counts: torch.Tensor, checkpoints: Checkpoints) -> nn.Module:
         """Release one path after another and follow all there are. Return the generator."""
         settings, stages, training = self.settings, self.stages, self.training()
-        expected = counts[:, None]
-        training.class_shares = expected / expected.sum()
+        counts = counts[:, None]
+        training.class_shares = counts / counts.sum()
         encoder = load_perceptual(self.encoder, self.device) if self.encoder else None
         if encoder is not None:
             check_public_network(vault, "encoder", encoder.facts)
-        smoothing = self._smoothing(vault.plan["sums"].noise / expected)
+        smoothing = self._smoothing(vault.plan["sums"].noise / counts)
         starts = [-(-stage * self.steps // stages) for stage in range(stages + 1)]
         for stage in range(stages):
-            training.add(*self._path(vault, training, stage, encoder, expected, checkpoints), smoothing)
+            training.add(*self._path(vault, training, stage, encoder, counts, checkpoints), smoothing)
             steps = starts[stage + 1] - starts[stage]
             for step in checkpoints.loop(f"generator {stage + 1}/{stages}", steps, training=training):
                 place = ((starts[stage] + step) * stages - stage * self.steps) // stages
@@ -185,12 +186,12 @@ class KernelPainter:
         training: PathTraining,
         stage: int,
         encoder: Perceptual | None,
-        expected: torch.Tensor,
+        counts: torch.Tensor,
         checkpoints: Checkpoints,
     ) -> tuple[RandomFourierFeatures, torch.Tensor]:
         """Release a path, or read it from a checkpoint: its features, and noisy class means in them."""
         with_cnn = stage > 0 and training.classes > 1
-        drawn: list[RandomFourierFeatures] = []
+        drawn: list[RandomFourierFeatures] = []  # filled by `make`; empty if the path comes from a checkpoint
 
         def make() -> dict[str, torch.Tensor]:
             network = training.cnn_features(self.settings.cnn_images) if with_cnn else None
@@ -202,7 +203,7 @@ class KernelPainter:
                 sums = reconcile(sums, common, training.common_share)
             held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
             held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
-            return {"means": sums / expected, "random": training.generator.get_state(), **held}
+            return {"means": sums / counts, "random": training.generator.get_state(), **held}
 
         saved = checkpoints.once(f"path {stage}", make)
         if not drawn:
@@ -258,7 +259,7 @@ class KernelPainter:
         return draw(network, self.sizes.latent, labels, generator)
 
     def decode(self, painted: torch.Tensor) -> torch.Tensor:
-        """Return images of what was painted."""
+        """Decode generated latents to images; images stay as they are."""
         if not self.autoencoder:
             return painted
         return load_autoencoder(self.device).decode(LATENT_SCALE * painted, self.public.shape)
@@ -312,8 +313,8 @@ class PathTraining(GeneratorTraining):
         loss = (self.each / (self.each - 1) * squares - 2 * made * wanted).sum()
         if self.common_weight:
             every, target = (self.class_shares * made).sum(0), (self.class_shares * wanted).sum(0)
-            excess = (self.class_shares.square() * squares).sum(0) / (self.each - 1)
-            loss = loss + self.common_weight * (every.square() + excess - 2 * every * target).sum()
+            correction = (self.class_shares.square() * squares).sum(0) / (self.each - 1)
+            loss = loss + self.common_weight * (every.square() + correction - 2 * every * target).sum()
         if self.smooth:
             loss = loss + (self.smoothing * self.by_class(total_variation(images)).mean(1, keepdim=True)).sum()
         self.trainer.descend(loss)
@@ -334,4 +335,4 @@ def total_variation(images: torch.Tensor) -> torch.Tensor:
         red, green, blue = images.unbind(1)
         images = torch.stack([images.mean(1), red - green, (red + green) / 2 - blue], 1)
     across, down = images[..., :-1, 1:] - images[..., :-1, :-1], images[..., 1:, :-1] - images[..., :-1, :-1]
-    return (across.square() + down.square() + FLAT_SLOPE**2).sqrt().mean((2, 3)).sum(1)
+    return (across.square() + down.square() + TV_EPSILON**2).sqrt().mean((2, 3)).sum(1)

@@ -72,7 +72,7 @@ class GradientEstimation(Synthesizer):
 
     key: ClassVar[str] = "pge"
     paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
-    summary: ClassVar[str] = "a score network trained on noisy gradients, images by Hamiltonian dynamics; needs a GPU"
+    summary: ClassVar[str] = "a score network trained on noisy gradients, sampled by Hamiltonian dynamics; GPU advised"
     warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {

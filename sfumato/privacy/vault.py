@@ -48,7 +48,7 @@ class RedactedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Query:
-    """A traced query: `run(weights, *shared, *records)` is the sum over a batch, [rows, width], in multiples of `unit`.
+    """A traced query: `run(weights, *shared, *records)` is the sum over a batch, [rows, width], in `grid_step`s.
 
     Guarantee: adding or removing one unit of privacy moves the sum over all batches by at most `sensitivity`.
     """
@@ -57,7 +57,7 @@ class _Query:
     rows: int
     width: int
     sensitivity: float
-    unit: float = 1.0
+    grid_step: float = 1.0
 
 
 class Vault:
@@ -232,7 +232,7 @@ class Vault:
         if kept is not None:
             return kept.to(self.device)
         total = self._void_on_failure(exact)
-        noised = (self._noised(release, total, query.sensitivity, self._secure(release)) * query.unit).float()
+        noised = (self._noised(release, total, query.sensitivity, self._secure(release)) * query.grid_step).float()
         with self._lock:
             if self._kept is not None:
                 self._kept.put(release.name, number, noised)
@@ -275,19 +275,19 @@ class Vault:
         graph, shape = self._traced(feature, shared, labelled)
         width, groups, secure = shape.numel(), len(self.classes) if by_class else 1, self._secure(release)
         steps = math.ceil(GRID_STEPS * math.sqrt(width))
-        unit, row_norm = (bound / steps, steps + 1.0) if secure else (1.0, float(bound))
+        grid_step, row_norm = (bound / steps, steps + 1.0) if secure else (1.0, float(bound))
 
         def run(weights: Tensor, *given: Tensor) -> Tensor:
             constants, images, labels = given[: len(shared)], given[-2][0], given[-1][0]
             records = (images, labels) if labelled else (images,)
             rows = per_record(graph, len(shared), len(records))(*constants, *records).reshape(len(images), -1)
-            rows = clip(rows, bound, unit, release.nonnegative) * weights[0, :, None]
+            rows = clip(rows, bound, grid_step, release.nonnegative) * weights[0, :, None]
             if secure:
                 rows.masked_fill_(torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > row_norm, 0)
             return rows.sum(0, keepdim=True) if groups == 1 else nn.functional.one_hot(labels, groups).double().T @ rows
 
         sensitivity = row_norm * (1 + self._margin) + (self._passes * self._cap * math.sqrt(width) if secure else 0.0)
-        return _Query(_accelerate(self._performance, run), groups, width, sensitivity, unit)
+        return _Query(_accelerate(self._performance, run), groups, width, sensitivity, grid_step)
 
     def _vector_query(
         self, function: Any, shared: Any, groups: Groups, perf: Any, lanes: int, labelled: bool, normals: Any, size: int

@@ -87,13 +87,14 @@ def test_the_high_noise_preset_applies_by_public_facts_and_never_to_what_was_giv
         found = Atelier(**{"device": "cpu", **params}).settings(public)
         return {setting.name: setting.source for setting in found}
 
-    assert sources(epsilon=1.0)["painter"] == sources(epsilon=math.inf)["painter"] == "preset cpu"
-    assert (
-        sources(epsilon=0.2)["painter"] == sources(epsilon=10.0, preset="high-noise")["painter"] == "preset high-noise"
-    )
+    for epsilon in (1.0, math.inf):
+        assert sources(epsilon=epsilon)["painter.features_per_step"] == "preset cpu"
+        assert sources(epsilon=epsilon)["painter.features"] == "default"
+    for params in ({"epsilon": 0.2}, {"epsilon": 10.0, "preset": "high-noise"}):
+        assert sources(**params)["painter.smoothness"] == "preset high-noise"
     assert sources(epsilon=0.2)["steps"] == "preset high-noise"
     assert sources(epsilon=0.2, steps=4500)["steps"] == "given", "also a value that equals the default"
-    assert sources(epsilon=0.2, preset="default")["painter"] == "default"
+    assert sources(epsilon=0.2, preset="default")["painter.smoothness"] == "default"
     assert Atelier(epsilon=1.0).explain_plan(public) == []
     assert Atelier(epsilon=1.0, encoder="vgg11").explain_plan(public) == [ENCODER_NOTE]
     model = Atelier(epsilon=0.2, autoencoder="taef2", device="cpu")
