@@ -99,6 +99,20 @@ def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -
         raise BudgetExceeded(refusal)
 
 
+def _finished_run(folder: Path, model: Synthesizer, public: PublicFacts, budget: str | Path | None) -> Synthesizer:
+    """Return the fitted model of a folder. Raise `DataError` if it was made with other settings or another budget."""
+    found = load(folder, device=model.device)
+    certificate, wanted = found.certificate_, model.json_settings(public)
+    free = {*model.adjustable, "device"}
+    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
+    if found.key != model.key or other:
+        what = "method" if found.key != model.key else other[0]
+        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
+    if certificate.account != (None if budget is None else Path(budget).name):
+        raise DataError(f"{folder} holds a finished run that was not charged to this budget; choose another folder")
+    return found
+
+
 def synthesize(
     model: Synthesizer,
     images: ImageSet,
@@ -131,7 +145,7 @@ def synthesize(
             f"{model.key} creates at most {max_samples} images; request fewer, or increase images_per_class"
         )
     if resume and (folder / "certificate.json").exists():  # the model is fitted; only samples and metrics are missing
-        model = load(folder, device=model.device)
+        model = _finished_run(folder, model, public, budget)
     else:
         model.fit(
             images,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import sfumato as sf
+from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet
 from sfumato.synthesize import check_output, synthesize
 
@@ -40,3 +42,22 @@ def test_an_output_folder_is_checked(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(DataError, match="not empty"):
         check_output(tmp_path / "full")
+
+
+def test_a_finished_run_is_resumed_with_its_own_settings_only(few_digits: ImageSet, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
+    synthesize(sf.create("dp-merf", epsilon=3.0, **options), few_digits, tmp_path / "run", number=20)
+    again = synthesize(
+        sf.create("dp-merf", epsilon=3.0, **options), few_digits, tmp_path / "run", number=30, resume=True
+    )
+    assert again.number == 30
+    budget = tmp_path / "b.budget"
+    DatasetBudget.open(budget, 10.0, 1e-5)
+    for model, given, message in (
+        (sf.create("dp-merf", epsilon=2.0, **options), {}, "another epsilon"),
+        (sf.create("dp-merf", epsilon=3.0, **{**options, "steps": 3}), {}, "another steps"),
+        (sf.create("ldpdc", epsilon=3.0), {}, "another method"),
+        (sf.create("dp-merf", epsilon=3.0, **options), {"budget": budget}, "not charged to this budget"),
+    ):
+        with pytest.raises(sf.DataError, match=message):
+            synthesize(model, few_digits, tmp_path / "run", number=20, resume=True, **given)

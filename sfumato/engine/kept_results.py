@@ -29,7 +29,8 @@ class KeptResults:
     """The noised results of one run, in the log of its folder.
 
     - folder: the run's folder.
-    - ledger: the run's ledger. If it has charges and there is no log, the constructor raises `LedgerError`.
+    - ledger: the run's ledger. The constructor raises `LedgerError` if it has charges and there is no log, or if the
+      log holds results that it was not charged for: those of another run.
 
     Guarantee: only noised results are written. A result is on disk before `put` returns.
     """
@@ -46,6 +47,10 @@ class KeptResults:
         with mmap.mmap(self._log, size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
             intact = self._scan(data)
         os.ftruncate(self._log, intact)
+        held = [*((name, number + 1) for name, number in self._index), *self._forgotten.items()]
+        if any(results > ledger.charged(name) for name, results in held):
+            os.close(self._log)
+            raise LedgerError(f"{self._path} holds results that this run was not charged for; use a new folder")
 
     def get(self, name: str, number: int) -> torch.Tensor | None:
         """Return a stored result, or None. Guarantee: bit for bit what was stored; raises if it was forgotten."""

@@ -98,6 +98,15 @@ class Synthesizer(ABC):
         vars(self)["_given"] = frozenset(params)
         return self
 
+    def __post_init__(self) -> None:
+        vars(self)["_built"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting that is assigned counts as given."""
+        object.__setattr__(self, name, value)
+        if "_built" in vars(self) and name in self.__dataclass_fields__:
+            vars(self)["_given"] = self._given | {name}
+
     # -- what a method implements -------------------------------------------------------------------------
 
     @abstractmethod
@@ -168,6 +177,8 @@ class Synthesizer(ABC):
         for name in names:
             if name != NO_PRESET:
                 found |= {setting: (name, value) for setting, value in self.presets[name].items()}
+        if unknown := sorted(found.keys() - {each.name for each in fields(self)}):
+            raise ValueError(f"{self.key}: a preset names {unknown[0]!r}, which is no setting of the method")
         if fixed := sorted(NEVER_PRESET & found.keys()):
             raise ValueError(f"{self.key}: a preset must not change {fixed[0]}; only the user sets it")
         return {name: value for name, value in found.items() if name not in self._given}
@@ -175,8 +186,7 @@ class Synthesizer(ABC):
     def _resolved(self, public: PublicFacts) -> Self:
         """Return a copy with the values of the presets that apply."""
         model = copy.copy(self)
-        for name, (_, value) in self._preset_values(public).items():
-            setattr(model, name, value)
+        vars(model).update({name: value for name, (_, value) in self._preset_values(public).items()})
         return model.validate()
 
     def with_constants(self, **values: Any) -> Self:
@@ -187,7 +197,6 @@ class Synthesizer(ABC):
                 raise ValueError(f"{self.key} has no constant {name!r}; it has {', '.join(known) or 'none'}")
         for name, value in values.items():
             setattr(self, name, value)
-        vars(self)["_given"] = self._given | {*values}
         return self.validate()
 
     # -- what a user calls --------------------------------------------------------------------------------
@@ -267,6 +276,8 @@ class Synthesizer(ABC):
         if account is not None and not resume and (refusal := account.refusal(plan)):
             raise BudgetExceeded(refusal)  # before there is a ledger
         facts = {**asdict(public), **self._facts(public)}
+        if folder is not None and not started(folder) and (folder / "certificate.json").exists():
+            raise DataError(f"{folder} holds a saved model; choose another folder")
         if folder is not None and started(folder):
             if not resume:
                 raise DataError(
@@ -380,7 +391,6 @@ class Synthesizer(ABC):
         self.check_params(params)
         for name, value in params.items():
             setattr(self, name, value)
-        vars(self)["_given"] = self._given | {*params}
         return self
 
     @classmethod
@@ -421,6 +431,10 @@ class Synthesizer(ABC):
         params = {name: _cast(getattr(self, name), kind) for name, kind in kinds.items()}
         return _plain({name: "inf" if value == math.inf else value for name, value in params.items()})
 
+    def json_settings(self, public: PublicFacts) -> dict[str, Any]:
+        """Return every setting that a fit on such data uses, as the certificate records them."""
+        return self._resolved(public)._json_params()
+
     @classmethod
     def from_json(cls, params: dict[str, Any]) -> Self:
         """Return a model with these settings. Raise `TypeError` for names that are not its settings."""
@@ -452,13 +466,11 @@ class Synthesizer(ABC):
         fixed_settings = {name: value for name, value in self.settings_.items() if name not in self.adjustable}
         before = {name: getattr(self, name) for name in self.settings_}
         try:
-            for name, value in {**fixed_settings, "device": self.device, **options}.items():
-                setattr(self, name, value)
+            vars(self).update({**fixed_settings, "device": self.device, **options})
             self.validate()
             yield
         finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+            vars(self).update(before)
 
     def _noise_per_image(self, public: PublicFacts) -> float:
         """Return the noise multiplier of one release with the whole budget, over the number of images.

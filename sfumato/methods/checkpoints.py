@@ -19,7 +19,7 @@ from torch import nn
 
 from sfumato.engine import GradientVault
 from sfumato.engine.kept_results import LOG
-from sfumato.privacy.ledger import flush_folder
+from sfumato.privacy.ledger import LedgerError, flush_folder
 from sfumato.progress import bar
 
 FILE = "checkpoint.safetensors"
@@ -48,6 +48,9 @@ class Checkpoints:
                 self._notes = json.loads(file.metadata()["loops"])
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self._tensors = {loop: _below(held, loop) for loop in self._notes}
+            asked = [item for note in self._notes.values() for item in note["asked"].items()]
+            if any(count > vault.ledger.charged(name) for name, count in asked):
+                raise LedgerError(f"{self._path} belongs to another run; use a new folder")
 
     def loop(self, name: str, total: int, **parts: StatePart) -> Iterator[int]:
         """Yield the steps of a loop with a progress bar; of a resumed one, those that are left.

@@ -16,7 +16,7 @@ import torch
 
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.engine import GradientVault, calibrate
-from sfumato.methods.base import Synthesizer
+from sfumato.methods.base import NO_PRESET, Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.generator_method import GeneratorMethod
@@ -66,6 +66,7 @@ class WarmStart:
         self.first: GeneratorMethod | None = None
         if method != NONE:
             shared = {name: getattr(owner, name) for name in SHARED}
+            shared |= {"preset": NO_PRESET} if owner.preset == NO_PRESET else {}
             self.first = cast(GeneratorMethod, create(method, **shared, **parameters)._resolved(public))
 
     def releases(self, gradients: Release) -> list[Release]:

@@ -271,9 +271,10 @@ def test_exact_sums_are_not_in_the_log(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_results_are_stored_bit_for_bit(tmp_path: Path) -> None:
-    ledger = Ledger()
     for result in (torch.randn(3, 4), torch.tensor(2.5), torch.tensor([math.nan, math.inf, -0.0])):
+        ledger = Ledger()
         kept = KeptResults(tmp_path, ledger)
+        ledger.append("charge", name="x", times=1)
         kept.put("x", 0, result)
         again = KeptResults(tmp_path, ledger)
         found = again.get("x", 0)

@@ -296,3 +296,40 @@ def test_fitting_leaves_the_users_generator_alone(few_digits: ImageSet) -> None:
     before = torch.get_rng_state()
     sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits).sample(3)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("left", ["releases.log", "checkpoint.safetensors"])
+def test_results_of_another_run_are_refused(
+    left: str, few_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run at epsilon 50 is stopped and its ledger deleted: its results must not be certified for epsilon 0.1."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sfumato.methods.dp_merf.refresh_batch_norm", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sf.create("dp-merf", epsilon=50.0, **QUICK).fit(few_digits, run_dir=tmp_path)
+    assert (tmp_path / left).stat().st_size > 0
+    for path in tmp_path.iterdir():
+        if path.name != left:
+            path.unlink()
+    with pytest.raises(sf.LedgerError, match=r"not charged for|another run"):
+        sf.create("dp-merf", epsilon=0.1, **QUICK).fit(few_digits, run_dir=tmp_path)
+
+
+def test_a_saved_model_is_not_overwritten_by_a_run(fitted: Synthesizer, few_digits: ImageSet, tmp_path: Path) -> None:
+    fitted.save(tmp_path)
+    with pytest.raises(DataError, match="holds a saved model"):
+        sf.create("dp-merf", **QUICK).fit(few_digits, run_dir=tmp_path)
+
+
+def test_presets_of_unknown_settings_are_refused(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METHODS["dp-merf"], "presets", {"tiny": {"step": 3}})
+    with pytest.raises(ValueError, match="names 'step', which is no setting"):
+        sf.create("dp-merf", preset="tiny", **QUICK).plan(few_digits.public())
+
+
+def test_what_is_assigned_is_used(few_digits: ImageSet) -> None:
+    model: Any = create("dp-lflow", device="cpu")
+    model.steps = 77
+    found = {setting.name: (setting.value, setting.source) for setting in model.settings(few_digits.public())}
+    assert found["steps"] == (77, "given")
+    assert found["sampling_prob"] == (0.1, "preset cpu")

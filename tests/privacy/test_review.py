@@ -124,6 +124,7 @@ def test_large_results_are_read_and_written_in_chunks(tmp_path: Path, monkeypatc
     monkeypatch.setattr(kept_results, "CHUNK", 7)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         kept, result = KeptResults(tmp_path, ledger), torch.randn(3, 5)
+        ledger.append("charge", name="a", times=1)
         kept.put("a", 0, result)
         kept.close()
         kept = KeptResults(tmp_path, ledger)
