@@ -96,6 +96,8 @@ def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _described(parameter: Any) -> str:
     default = parameter.default
+    stated = getattr(parameter, "show_default", None)
+    default = stated if isinstance(stated, str) else default
     shown = "" if default in (None, False, "") or callable(default) else f" Default: `{default}`."
     return f"{_plain(parameter.help or '')}{' Required.' if parameter.required else ''}{shown}"
 

@@ -58,7 +58,9 @@ Sign = Annotated[
 DatasetBudgetFile = Annotated[
     Path | None,
     typer.Option(
-        "--budget", help="Charge the run to this budget of the data set (sfumato budget open).", rich_help_panel=RUN
+        "--budget",
+        help="Charge the run to this budget of the data set (sfumato budget open); plan only checks that it fits.",
+        rich_help_panel=RUN,
     ),
 ]
 AfterFit = Annotated[

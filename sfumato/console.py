@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import sfumato as sf
 from sfumato.certificate import Verification
@@ -57,9 +57,10 @@ def plan_to_dict(planned: Plan, settings: Sequence[Setting]) -> dict[str, Any]:
 
 def print_methods(infos: Sequence[MethodInfo]) -> None:
     """Print a table of the methods."""
-    table = Table("key", "summary", "guarantee", "paper")
+    table = Table(Column("key", no_wrap=True), "private", "what it does", "paper", box=None, pad_edge=False)
     for info in infos:
-        table.add_row(info.key, info.summary, info.guarantee, info.paper)
+        private = "yes" if info.guarantee == "differential-privacy" else "[red]no[/red]"
+        table.add_row(info.key, private, info.summary, info.paper)
     out.print(table)
 
 
