@@ -1,13 +1,13 @@
 """`check_synthesizer`: one suite that every method must pass.
 
-Record and replay: a method is run on a small set with every exact sum and noise draw recorded; then on a
-neighbouring set, where the vault answers with the recorded releases instead of its own. A sound method can then
-not tell the two sets apart: same queries, same model, same files, same output, same samples; and the exact sums may
-differ by one record's share only. The record that differs stands first, in the middle or last, and is ordinary,
-extreme or the only one of its class. A method that reaches past the vault, divides by a private size, forgets to
-clip, to noise or to charge fails; a sound one fails the noise tests with probability `FAILURE` at most.
+Record and replay: the suite fits a method on a small set and records every exact sum and noised release. Then it fits
+the method on a neighbouring set, where the vault returns the recorded releases. A sound method cannot distinguish the
+two sets: queries, model, files, printed text and samples are the same, and the exact sums differ by at most the
+sensitivity. The differing record is the first, the middle or the last; it is ordinary, extreme or the only one of its
+class. A method fails if it bypasses the vault, divides by a private size, or omits clipping, noise or charges. A sound
+method fails the noise tests with probability at most `FAILURE`.
 
-What it cannot see: a method that behaves well on these small sets only, and time.
+The suite cannot detect a method that is sound only on these small sets, or timing side channels.
 """
 
 from __future__ import annotations
@@ -35,32 +35,34 @@ from sfumato.methods.registry import load, method_type
 from sfumato.privacy import Release
 from sfumato.privacy.budget import ADJACENCIES
 
-FAILURE = 1e-9  # chance that a sound method fails a noise test
+FAILURE = 1e-9  # probability that a sound method fails a noise test
 RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
-BATCH = 4  # images: these sets are small
-SLACK = 1e-4  # relative, for the rounding of rows beside other rows; the radius has a margin of its own for that
+BATCH = 4  # images per batch: these sets are small
+SLACK = 1e-4  # relative tolerance for rounding, in addition to the margin in the sensitivity
 
 
 class UnsoundError(AssertionError):
-    """A method or vault broke a rule that the guarantee needs."""
+    """A method or vault violates a condition of the guarantee."""
 
 
 @dataclass
 class Answer:
-    """One query as the recorder saw it."""
+    """A recorded query: its exact sum, sensitivity and noised result."""
 
     release: Release
     exact: torch.Tensor
-    radius: float
+    sensitivity: float
     noised: torch.Tensor
 
 
 @dataclass
 class Tape:
-    """What one run asked and was told; with `replay`, what it is told instead.
+    """The recorded queries of a run.
 
-    `place` is the unit (image, or person) in which the neighbouring sets differ; `present` is False where it is absent.
-    `origin` is the place of each record in the first set.
+    - place: index of the unit (image or person) in which the neighbouring sets differ.
+    - origin: index of each record in the first set.
+    - present: whether the unit is in this set, default True.
+    - replay: queries of another run whose noised results are returned instead, default None.
     """
 
     place: int
@@ -72,7 +74,7 @@ class Tape:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run and all that it left: files by name, what it printed."""
+    """A finished run: the model, its files by name, and the printed text."""
 
     model: Synthesizer
     files: dict[str, bytes]
@@ -90,10 +92,12 @@ def build(method: str | type[Synthesizer], **settings: Any) -> Synthesizer:
 def check_synthesizer(
     make: Callable[..., Synthesizer], images: ImageSet, *, vault: type[GradientVault] | None = None
 ) -> None:
-    """Raises `UnsoundError` if the method that `make(**params)` builds is unsound or breaks the interface.
+    """Raise `UnsoundError` if a method is unsound or does not follow the interface.
 
-    `images` should be small and labelled; its last image must be the only one of its class. Where images have persons,
-    numbered from 0, all images of one come and go together.
+    - make: class or function that returns the method, `make(**params)`.
+    - images: a small labelled set; its last image must be the only one of its class. If it has persons, they are
+      numbered from 0, and all images of a person are added, removed or replaced together.
+    - vault: class of the vault, default: the one that the method uses.
     """
     base = vault or make().vault_type
     last = len(images) - 1 if images.persons is None else int(images.persons.max())
@@ -105,9 +109,9 @@ def check_synthesizer(
 
 
 def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
-    """`images` with a unit gone, or replaced: by another one's image with its label, by an extreme one.
+    """Return neighbouring sets, each with the index of its records in `images`.
 
-    With each set the places that its records have in the first set.
+    The unit `place` is removed, or replaced by a copy of another unit or by an extreme image.
     """
     assert images.labels is not None
     units = torch.arange(len(images)) if images.persons is None else images.persons
@@ -144,18 +148,18 @@ def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthe
         raise UnsoundError("the number or order of queries depends on a single record")
     for a, b in zip(recorded, replayed, strict=True):
         name = a.release.name
-        if (a.release, a.radius, a.exact.shape) != (b.release, b.radius, b.exact.shape):
+        if (a.release, a.sensitivity, a.exact.shape) != (b.release, b.sensitivity, b.exact.shape):
             raise UnsoundError(f"release {name!r}: its noise, bound, shape or sampling depends on a single record")
-        allowed = a.radius * a.release.shift(model.adjacency) * (1 + SLACK)
+        allowed = a.sensitivity * a.release.shift(model.adjacency) * (1 + SLACK)
         moved = float((a.exact.double() - b.exact.double()).norm())
         if moved > allowed:
             raise UnsoundError(f"release {name!r}: one record moves the sum by {moved:.6g}, {allowed:.6g} is paid for")
 
 
 def _check_same(one: Run, other: Run) -> None:
-    """Given the same releases, everything that leaves must be the same to the last bit."""
+    """Raise unless two runs with the same releases have bitwise identical outputs."""
     if one.printed != other.printed:
-        raise UnsoundError("what is printed depends on the images beyond what was released")
+        raise UnsoundError("the printed text depends on the images beyond what was released")
     for name in sorted(one.files.keys() | other.files.keys()):
         if one.files.get(name) != other.files.get(name):
             raise UnsoundError(f"{name} depends on the images beyond what was released")
@@ -169,20 +173,20 @@ def _check_same(one: Run, other: Run) -> None:
 
 
 def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
-    """The state, and the numbers in every attribute, parameters included."""
+    """Return the state of a model and the numbers in all its attributes, parameters included."""
     held = {name: _numbers(value) for name, value in vars(model).items() if name != "vault_type"}
     numbers = {name: torch.cat(parts) for name, parts in held.items()}
     return {**numbers, **{f"state {name}": value for name, value in model._state().items()}}
 
 
 def _numbers(value: Any) -> list[torch.Tensor]:
-    """All that a value holds, as numbers: of tensors, arrays, containers, networks, objects; else what it prints.
+    """Return the content of a value as numbers: tensors, arrays, containers, networks, objects, or else its `repr`.
 
-    What was met before is its number in the order of meeting, so that cycles end and sharing costs nothing.
+    An object that occurs again is replaced by its index, so that cycles terminate and shared parts are cheap.
     """
     found: list[torch.Tensor] = []
     seen: dict[int, int] = {}
-    alive: list[Any] = []  # or else another object could take an id
+    alive: list[Any] = []  # keeps the objects, so that their ids are not reused
 
     def text(words: str) -> None:
         found.append(torch.tensor([len(words), *words.encode()], dtype=torch.float64))
@@ -219,13 +223,13 @@ def _numbers(value: Any) -> list[torch.Tensor]:
 
 
 def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[GradientVault]) -> None:
-    """Each release's noise against what is charged, and that no two runs share it, whatever the seed."""
+    """Raise unless each release has the charged noise and two runs with the same seed draw different noise."""
     draws: dict[str, list[torch.Tensor]] = defaultdict(list)
     for _ in range(RUNS):
         tape = Tape(0, torch.arange(len(images)))
         _fit(make(seed=7), images, tape, base)
         for answer in tape.answers:
-            noise = (answer.noised.double() - answer.exact.double()) / (answer.release.noise * answer.radius)
+            noise = (answer.noised.double() - answer.exact.double()) / (answer.release.noise * answer.sensitivity)
             draws[answer.release.name].append(noise.flatten())
     for name, noises in draws.items():
         if any(torch.equal(noises[0], noise) for noise in noises[1:]):
@@ -234,9 +238,9 @@ def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[
 
 
 def check_unit_variance(noise: torch.Tensor, prefix: str = "") -> None:
-    """Raises unless `noise` may be standard normal; a sound one fails with probability `FAILURE`.
+    """Raise if `noise` is not plausibly standard normal; true standard normal noise fails with probability `FAILURE`.
 
-    With 500 values or more, noise of 2/3 or 3/2 of its scale fails with probability above 1 - 1e-6.
+    With 500 values or more, noise of 2/3 or 3/2 of the scale fails with probability above 1 - 1e-6.
     """
     count, square = noise.numel(), float(noise.square().sum())
     low, high = chi2.ppf(FAILURE / 2, count), chi2.isf(FAILURE / 2, count)
@@ -245,7 +249,7 @@ def check_unit_variance(noise: torch.Tensor, prefix: str = "") -> None:
 
 
 def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None:
-    """Estimator conventions: parameters, plan without pixels, save and load, reproducible samples."""
+    """Check the estimator conventions: parameters, plan from public facts, save and load, reproducible samples."""
     model = make()
     planned = model.plan(images.public())
     if model.get_params() != type(model)(**model.get_params()).get_params():
@@ -276,12 +280,12 @@ def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVa
             model.fit(images, run_dir=Path(name) / "run")
         files = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
         if model.certificate_.adjacency != model.adjacency or model.certificate_.delta != model.delta:
-            raise UnsoundError("the certificate is for another delta or relation than was asked for")
+            raise UnsoundError("the certificate states another delta or adjacency than requested")
         return Run(model, files, text.getvalue().replace(name, ""))
 
 
 def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
-    """A vault that writes down what it computes and, on replay, answers from the tape."""
+    """Return a vault class that records its queries and, with `tape.replay`, returns the recorded results."""
 
     class Recorder(base):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -295,7 +299,7 @@ def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
             return "check"
 
         def _drawn(self, release: Release) -> torch.Tensor:
-            """The same units in both runs, and the one that differs in every sample: the worst case."""
+            """Return the same units in both runs, and always the differing one: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))
             chance = torch.rand(self._units + (not tape.present), generator=generator)
             chance[tape.place] = 0
@@ -305,18 +309,18 @@ def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
             return drawn
 
         def _normals(self, index: torch.Tensor, count: int) -> torch.Tensor:
-            """A record's own numbers are the same in both runs: what is compared is given them."""
-            own = torch.cat([tape.origin, torch.tensor([2**20])])[index.flatten()]  # the last: of no record
+            """Return the same numbers for a record in both runs: the guarantee holds given these numbers (proof 2)."""
+            own = torch.cat([tape.origin, torch.tensor([2**20])])[index.flatten()]  # the last: empty slots
             seeds = [int(record) + 2**21 * len(tape.answers) for record in own]
             drawn = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
             return torch.stack(drawn).to(self.device)
 
-        def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
             asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1
             if self.ledger.charged(release.name) < asked:
                 raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger")
-            noised: torch.Tensor = super()._noised(release, exact, radius, secure)
-            tape.answers.append(Answer(release, exact.clone(), radius, noised.clone()))
+            noised: torch.Tensor = super()._noised(release, exact, sensitivity, secure)
+            tape.answers.append(Answer(release, exact.clone(), sensitivity, noised.clone()))
             if tape.replay is None:
                 return noised
             recorded = tape.replay[len(tape.answers) - 1 :][:1]

@@ -351,3 +351,4 @@ def test_all_files_state_the_same_version() -> None:
         for name, sign in (("pyproject.toml", ' = "?'), ("CITATION.cff", ": "))
     ]
     assert [[version.strip('"') for version in versions] for versions in stated] == [[sf.__version__]] * 2
+    assert "cff-version: 1.2.0\n" in (root / "CITATION.cff").read_text("utf-8")  # of the format, not of the package

@@ -94,8 +94,8 @@ def test_a_method_without_guarantee_says_so(key: str, few_digits: ImageSet) -> N
 
 
 class HalfNoise(GradientVault):
-    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
-        return add_gaussian(exact, release.noise * radius / 2)
+    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
+        return add_gaussian(exact, release.noise * sensitivity / 2)
 
 
 class Mean(GradientVault):
@@ -117,17 +117,17 @@ class ForgottenCharge(GradientVault):
 
 
 class FixedNoise(GradientVault):
-    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return exact + release.noise * radius * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+        return exact + release.noise * sensitivity * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
 
 
 class QuietCounts(GradientVault):
     """A tenth of the noise, on the smallest release only."""
 
-    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
         scale = 0.1 if release.name == "counts" else 1.0
-        return add_gaussian(exact, release.noise * radius * scale)
+        return add_gaussian(exact, release.noise * sensitivity * scale)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ class Mixup(MeanEmbedding):
 
 class NoNoiseOfItsOwn(MeanEmbedding):
     class vault_type(GradientVault):  # type: ignore[assignment]
-        def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
+        def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
             return exact
 
 
@@ -280,12 +280,12 @@ class SecondHelping(MeanEmbedding):
         (InAnAttribute, "the model depends on"),
         (InAList, "the model depends on"),
         (InAParameter, "the model depends on"),
-        (Printed, "what is printed depends on"),
+        (Printed, "the printed text depends on"),
         (Noted, "the model depends on"),
         (InASet, "the model depends on"),
         (Mixup, "mixes the images"),
         (NoNoiseOfItsOwn, "two runs drew the same noise|0.000 times what is charged"),
-        (Deaf, "another delta or relation"),
+        (Deaf, "another delta or adjacency"),
         (SecondHelping, "number or order of queries depends on"),
     ],
 )
@@ -416,8 +416,8 @@ def _jittered(model: torch.nn.Module, images: torch.Tensor, normals: torch.Tenso
 class NoiseOfOneGroup(GradientVault):
     """As if the smaller group were alone."""
 
-    def _noised(self, release: Release, exact: torch.Tensor, radius: float, secure: bool) -> torch.Tensor:
-        return super()._noised(release, exact, radius * (0.1 if release.name == "gradients" else 1), secure)
+    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
+        return super()._noised(release, exact, sensitivity * (0.1 if release.name == "gradients" else 1), secure)
 
 
 def test_gradients_pass_record_and_replay(few_digits: ImageSet) -> None:
