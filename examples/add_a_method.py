@@ -14,8 +14,6 @@ import sfumato as sf
 from sfumato.data import PublicFacts
 from sfumato.methods import Synthesizer, register
 
-MIN_VARIANCE = 1e-4  # of a coefficient; noise can make an estimate negative
-
 
 @dataclass(kw_only=True, eq=False)
 class CosineGaussian(Synthesizer):
@@ -40,7 +38,7 @@ class CosineGaussian(Synthesizer):
         squares = vault.sum(lambda images: (images.flatten(1) @ basis.T).square(), release="squares", bound=1.0)
         self.means_ = sums / counts[:, None]
         variance = (squares - (sums * self.means_).sum(0)) / counts.sum()
-        self.deviation_ = variance.clamp_min(MIN_VARIANCE).sqrt()
+        self.deviation_ = variance.clamp_min(1e-4).sqrt()  # noise can make an estimate negative
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         shape, means = self._fitted().shape, self.means_[labels]
