@@ -33,8 +33,8 @@ from sfumato.features.weights import (
     find_encoder,
     find_weights,
     load_weights,
-    read_metadata,
-    save_encoder,
+    read_card,
+    save_with_card,
     sha256_of,
 )
 
@@ -209,7 +209,7 @@ def save_perceptual(path: str | Path, card: PerceptualCard, state: Mapping[str, 
     """Write the state dict of a network and its card to a safetensors file."""
     with torch.device("meta"):
         check_fit(ENCODER_NETWORKS[card.network](), state, f"the state dict for {path}", CLASSIFIER_PREFIXES)
-    save_encoder(Path(path), state, asdict(card))
+    save_with_card(Path(path), state, asdict(card))
 
 
 def _resolve(source: str | Path) -> tuple[PerceptualCard, Path]:
@@ -249,7 +249,7 @@ def _by_checksum(digits: str) -> tuple[PerceptualCard, Path]:
 def _card_of(path: Path) -> PerceptualCard:
     """Return the card of a weight file, from its metadata or by its checksum."""
     if path.suffix == SAFETENSORS:
-        metadata = read_metadata(path)
+        metadata = read_card(path)
         try:
             return PerceptualCard(**{**metadata, "mean": tuple(metadata["mean"]), "std": tuple(metadata["std"])})
         except (KeyError, TypeError, DataError) as error:

@@ -98,12 +98,14 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_encoder(path: Path, state: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write weights in half precision and their metadata to a safetensors file."""
+def save_with_card(
+    path: Path, state: Mapping[str, torch.Tensor], card: Mapping[str, Any], form: str = FORMAT
+) -> None:
+    """Write weights in half precision, and their card as metadata, to a safetensors file of the format `form`."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in half_precision(state).items()}
-    encoded = {name: json.dumps(value) for name, value in metadata.items()}
+    encoded = {name: json.dumps(value) for name, value in card.items()}
     with replacing(path, overwrite=True) as temporary:
-        save_file(tensors, temporary, {"format": FORMAT, "tensors_sha256": _digest(tensors), **encoded})
+        save_file(tensors, temporary, {"format": form, "tensors_sha256": _digest(tensors), **encoded})
 
 
 def half_precision(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,13 +113,13 @@ def half_precision(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: value.half() if value.ndim > 1 else value for name, value in state.items()}
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file of `save_encoder`; raise `DataError` if its tensors were changed."""
+def read_card(path: Path, form: str = FORMAT) -> dict[str, Any]:
+    """Return the card in a file of `save_with_card`; raise `DataError` if its tensors were changed."""
     if not path.is_file():
         raise DataError(f"there is no weight file {path}")
     state, metadata = _read_safetensors(path)
-    if metadata.pop("format", None) != FORMAT:
-        raise DataError(f"{path} has no {FORMAT} metadata, so its training data and normalisation are unknown")
+    if metadata.pop("format", None) != form:
+        raise DataError(f"{path} has no {form} metadata, so its network and training data are unknown")
     if metadata.pop("tensors_sha256", None) != _digest(state):
         raise DataError(f"{path} was changed after it was written: the SHA-256 of its tensors does not match")
     return {name: json.loads(value) for name, value in metadata.items()}

@@ -39,9 +39,9 @@ from sfumato.methods.teacher import (
     prepare_teacher,
     train_teacher,
 )
-from sfumato.methods.training import even_labels, state_below
 from sfumato.nets.augmentation import small_affine_warp
 from sfumato.nets.generators import class_weights
+from sfumato.nets.training import even_labels, state_below
 from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.

@@ -39,7 +39,7 @@ from sfumato.methods.kernel_painter import (
     PainterSettings,
     PathTraining,
 )
-from sfumato.methods.training import state_below, warm_cosine
+from sfumato.nets.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
 INDUCING_POINTS = 200  # public points of the `nystrom` form

@@ -36,10 +36,10 @@ from sfumato.data.procedural import random_pictures
 from sfumato.engine import GradientVault, Performance
 from sfumato.engine.cuda_graph import Graph, NoBundle
 from sfumato.methods.base import Synthesizer, constant
-from sfumato.methods.training import Trainer, equal_batches, state_below, use_average, warm_cosine
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.latent_flow import LatentNetwork, sharpen
 from sfumato.nets.stacked import apply_stacked, stacked, unstack
+from sfumato.nets.training import Trainer, equal_batches, state_below, use_average, warm_cosine
 from sfumato.privacy import Release
 
 PROCEDURAL_BATCH, PROCEDURAL_RATE = 128, 2e-3

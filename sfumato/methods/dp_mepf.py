@@ -37,7 +37,7 @@ from sfumato.features.scattering import Scattering
 from sfumato.methods.base import constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.generator_method import GeneratorMethod, GeneratorSizes, GeneratorTraining, check_public_network
-from sfumato.methods.training import warm_cosine
+from sfumato.nets.training import warm_cosine
 from sfumato.privacy import Release
 
 STOPPING_NOISE = 10.0  # noise of the last layer's moments over that of all layers': the paper's sigma_stop

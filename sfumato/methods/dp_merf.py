@@ -29,8 +29,8 @@ from sfumato.features.kernels import WindowedSpectrum
 from sfumato.methods.base import constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.generator_method import GeneratorMethod
-from sfumato.methods.training import Trainer, use_average, warm_cosine
 from sfumato.nets.generators import refresh_batch_norm
+from sfumato.nets.training import Trainer, use_average, warm_cosine
 from sfumato.privacy import Release
 
 CORRELATION_LENGTH = 0.25  # of the public image model, in image sides

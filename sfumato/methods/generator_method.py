@@ -11,8 +11,8 @@ from torch import nn
 from sfumato.data import DataError, PublicFacts
 from sfumato.engine import GradientVault
 from sfumato.methods.base import Synthesizer, constant
-from sfumato.methods.training import Trainer, state_below
 from sfumato.nets.generators import GENERATORS, PerClass, refresh_batch_norm
+from sfumato.nets.training import Trainer, state_below
 
 
 @dataclass(frozen=True)

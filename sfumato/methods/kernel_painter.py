@@ -40,7 +40,7 @@ from sfumato.features.unit_norm import (
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.class_counts import counts_release
 from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining, check_public_network, draw
-from sfumato.methods.training import state_below, warm_cosine
+from sfumato.nets.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # pixels; larger images go through an autoencoder

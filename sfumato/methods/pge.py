@@ -29,10 +29,10 @@ from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
-from sfumato.methods.training import Trainer, equal_batches, state_below, warm_cosine
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
 from sfumato.nets.score import ScoreNetwork
+from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.privacy import Release
 

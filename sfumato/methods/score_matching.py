@@ -17,10 +17,10 @@ from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import Autoencoder
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.training import Trainer, use_average, warm_cosine
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.nets.samplers import Target
 from sfumato.nets.score import ScoreNetwork, denoising_loss, sliced_loss
+from sfumato.nets.training import Trainer, use_average, warm_cosine
 
 Shape = tuple[int, int, int]
 

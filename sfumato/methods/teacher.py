@@ -28,7 +28,7 @@ from sfumato.features.unit_norm import (
     untrained_cnn_features,
 )
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.training import state_below
+from sfumato.nets.training import state_below
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 MOMENTUM = 0.9

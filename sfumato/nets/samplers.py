@@ -87,6 +87,12 @@ def noise_levels(count: int, lowest: float, highest: float) -> list[float]:
     return [lowest * ((count + offset) / (m + offset)) ** 2 for m in range(1, count + 1)]
 
 
+def karras_levels(count: int, lowest: float, highest: float, power: float = 7.0) -> list[float]:
+    """Return decreasing noise levels, equally spaced in level^(1/power) (Karras et al. 2022, Eq. 5)."""
+    first, last = highest ** (1 / power), lowest ** (1 / power)
+    return [(first + step / max(1, count - 1) * (last - first)) ** power for step in range(count)]
+
+
 def probability_flow_step(
     target_at: Callable[[float], Target], x: torch.Tensor, level: float, lower: float, *, second_order: bool = False
 ) -> torch.Tensor:

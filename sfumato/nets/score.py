@@ -29,16 +29,13 @@ class ScoreNetwork(nn.Module):
     - channels: of the images.
     - classes: number of classes.
     - kind: "score" (default) or "energy".
-    - widths: channels of the U-Net at each resolution.
-    - code: channels of the codes; 0 (default): no codes.
+    - options: of the U-Net: `widths`, `context`, `attention`, `code`.
     """
 
-    def __init__(
-        self, channels: int, classes: int, *, kind: str = "score", widths: tuple[int, ...] = (32, 64, 64), code: int = 0
-    ) -> None:
+    def __init__(self, channels: int, classes: int, *, kind: str = "score", **options: Any) -> None:
         super().__init__()
         self.kind = kind
-        self.unet = UNet(channels, classes, widths=widths, code=code)
+        self.unet = UNet(channels, classes, **options)
 
     def forward(
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 GROUPS = 8
+HEAD_WIDTH = 64  # channels of an attention head
 
 
 class UNet(nn.Module):
-    """Map images [N, C, H, W], noise levels [N] and labels [N] to images [N, C, H, W].
+    """Map images [N, C, H, W], noise levels [N] and labels [N] (-1: no class) to images [N, C, H, W].
 
     Each resolution has one residual block on the way down and one on the way up, with a skip connection between them.
 
@@ -25,24 +26,39 @@ class UNet(nn.Module):
     - classes: number of classes.
     - widths: channels at each resolution; the first is the full resolution, each further one halves it.
     - context: dimension of the embedding of noise level and class, default 64.
+    - attention: number of lowest resolutions whose blocks are followed by self-attention, default 0.
     - code: channels of codes of size `middle_size`, which are added to the features at the lowest resolution; 0
       (default): no codes.
     """
 
     def __init__(
-        self, channels: int, classes: int, *, widths: tuple[int, ...] = (32, 64, 64), context: int = 64, code: int = 0
+        self,
+        channels: int,
+        classes: int,
+        *,
+        widths: tuple[int, ...] = (32, 64, 64),
+        context: int = 64,
+        attention: int = 0,
+        code: int = 0,
     ) -> None:
         super().__init__()
-        self.classes, self._frequencies = classes, context // 2
+        self.classes, self.widths, self.context_width, self.attention = classes, widths, context, attention
+        self._frequencies = context // 2
         self.context = nn.Sequential(nn.Linear(context + classes, context), nn.SiLU(), nn.Linear(context, context))
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
-        self.down = nn.ModuleList(ResidualBlock(width, width, context) for width in widths[:-1])
+        attended = [depth >= len(widths) - attention for depth in range(len(widths))]
+        self.down = nn.ModuleList(
+            _block(width, width, context, attend) for width, attend in zip(widths[:-1], attended, strict=False)
+        )
         self.downsample = nn.ModuleList(nn.Conv2d(fine, coarse, 3, 2, 1) for fine, coarse in pairwise(widths))
         self.code_projection = nn.Conv2d(code, widths[-1], 1) if code else None
-        self.middle = ResidualBlock(widths[-1], widths[-1], context)
+        self.middle = _block(widths[-1], widths[-1], context, attended[-1])
         upward = list(pairwise(reversed(widths)))
         self.upsample = nn.ModuleList(nn.Conv2d(coarse, fine, 3, padding=1) for coarse, fine in upward)
-        self.up = nn.ModuleList(ResidualBlock(2 * fine, fine, context) for _, fine in upward)
+        self.up = nn.ModuleList(
+            _block(2 * fine, fine, context, attend)
+            for (_, fine), attend in zip(upward, reversed(attended[:-1]), strict=True)
+        )
         self.last = nn.Sequential(
             nn.GroupNorm(GROUPS, widths[0]), nn.SiLU(), nn.Conv2d(widths[0], channels, 3, padding=1)
         )
@@ -52,7 +68,7 @@ class UNet(nn.Module):
     ) -> torch.Tensor:
         exponents = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(exponents * math.log(1000.0))
-        one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)
+        one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)  # label -1: no class
         label = math.sqrt(self._frequencies) * one_hot  # the norm of the embedding of the noise level
         context = self.context(torch.cat([angles.sin(), angles.cos(), label], 1).to(images.dtype))
         maps, skips = self.entry(images), []
@@ -96,3 +112,30 @@ class ResidualBlock(nn.Module):
         maps = self.norms[1](self.first(functional.silu(self.norms[0](x))))
         maps = self.second(functional.silu(torch.addcmul(shift, maps, 1 + scale)))
         return cast(torch.Tensor, maps + self.shortcut(x))
+
+
+class AttentionBlock(ResidualBlock):
+    """A residual block followed by multi-head self-attention over the pixels of its output.
+
+    The attention is written out as matrix products, so that it can be traced and mapped over records.
+    """
+
+    def __init__(self, inputs: int, outputs: int, context: int) -> None:
+        super().__init__(inputs, outputs, context)
+        self.heads = max(1, outputs // HEAD_WIDTH)
+        self.attention_norm = nn.GroupNorm(GROUPS, outputs)
+        self.queries_keys_values = nn.Conv2d(outputs, 3 * outputs, 1)
+        self.projection = nn.Conv2d(outputs, outputs, 1)
+        nn.init.zeros_(self.projection.weight)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        maps = super().forward(x, context)
+        parts = self.queries_keys_values(self.attention_norm(maps)).flatten(2).unflatten(1, (3, self.heads, -1))
+        queries, keys, values = parts.unbind(1)  # [N, heads, width, pixels]
+        weights = (queries.transpose(2, 3) @ keys / math.sqrt(queries.shape[2])).softmax(3)
+        mixed = (values @ weights.transpose(2, 3)).flatten(1, 2).unflatten(2, maps.shape[2:])
+        return cast(torch.Tensor, maps + self.projection(mixed))
+
+
+def _block(inputs: int, outputs: int, context: int, attend: bool) -> ResidualBlock:
+    return (AttentionBlock if attend else ResidualBlock)(inputs, outputs, context)

@@ -218,14 +218,14 @@ def test_files_of_other_networks_are_rejected(tmp_path: Path) -> None:
     state = small_resnet().state_dict()
     with pytest.raises(DataError, match=r"weights\.safetensors does not fit the ResNet network: bn1\.bias"):
         save_perceptual(path, replace(CARD, network="resnet18"), state)
-    module.save_encoder(path, state, {"name": "mine", "network": "resnet18"})
+    module.save_with_card(path, state, {"name": "mine", "network": "resnet18"})
     with pytest.raises(DataError, match=r"card in .*weights\.safetensors is incomplete or invalid: 'mean'"):
         load_perceptual(path)
     metadata = {"name": "x", "network": "reznet", "trained_on": "", "licence": "", "mean": [0] * 3, "std": [1] * 3}
-    module.save_encoder(path, state, metadata)
+    module.save_with_card(path, state, metadata)
     with pytest.raises(DataError, match=r"weights\.safetensors is incomplete or invalid: unknown network 'reznet'"):
         load_perceptual(path)
-    module.save_encoder(path, {**state, "layer1.0.conv1.weight": torch.zeros(1)}, {**metadata, "network": "small"})
+    module.save_with_card(path, {**state, "layer1.0.conv1.weight": torch.zeros(1)}, {**metadata, "network": "small"})
     with pytest.raises(DataError, match=r"does not fit the ResNet network: layer1\.0\.conv1\.weight differ"):
         load_perceptual(path)
     torch.save(state, tmp_path / "weights.pth")

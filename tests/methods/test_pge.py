@@ -21,8 +21,8 @@ from sfumato.methods.as_published.published_pge import (
 from sfumato.methods.pge import GradientEstimation, SamplerSettings
 from sfumato.methods.registry import load
 from sfumato.methods.score_matching import LossGradient, ScoreSettings
-from sfumato.methods.training import Trainer
 from sfumato.methods.warm_start import WarmStartSettings
+from sfumato.nets.training import Trainer
 from sfumato.testing import build, check_synthesizer
 
 QUICK: dict[str, Any] = {

@@ -249,7 +249,7 @@ def test_a_fault_is_found(fewer_digits: ImageSet, tmp_path: Path, monkeypatch: p
     interrupter.begin(len(interrupter.events) - 2)
     with pytest.raises(KeyboardInterrupt):
         small("pge").fit(fewer_digits, run_dir=tmp_path / "run")
-    monkeypatch.setattr(module, "_load", lambda part, state: None)
+    monkeypatch.setattr(module, "restore", lambda part, state: None)
     interrupter.begin(None)
     resumed = small("pge").fit(fewer_digits, run_dir=tmp_path / "run", resume=True)
     with pytest.raises(AssertionError):

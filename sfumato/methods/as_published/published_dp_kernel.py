@@ -16,7 +16,7 @@ from sfumato.data.pixels import to_unit_range
 from sfumato.engine import GradientVault, calibrate
 from sfumato.methods.base import constant
 from sfumato.methods.generator_method import GeneratorMethod, GeneratorTraining
-from sfumato.methods.training import warm_cosine
+from sfumato.nets.training import warm_cosine
 from sfumato.privacy import Release
 
 BANDWIDTHS = (1.0, 2.0, 4.0, 8.0, 16.0)

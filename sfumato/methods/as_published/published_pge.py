@@ -17,9 +17,9 @@ from sfumato.engine import GradientVault
 from sfumato.methods.base import constant
 from sfumato.methods.pge import GradientEstimation
 from sfumato.methods.score_matching import LossGradient, NoisyViews
-from sfumato.methods.training import Trainer, warm_cosine
 from sfumato.methods.warm_start import NONE, WarmMethod
 from sfumato.nets.score import ScoreNetwork, sliced_loss
+from sfumato.nets.training import Trainer, warm_cosine
 from sfumato.privacy import Release
 
 BATCH = 256

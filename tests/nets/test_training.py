@@ -9,7 +9,7 @@ from torch import nn
 from sfumato.data import ImageSet
 from sfumato.engine import GradientVault
 from sfumato.methods.class_counts import COUNTS_WEIGHT, class_counts, counts_release
-from sfumato.methods.training import Trainer, equal_batches, even_labels, state_below, use_average, warm_cosine
+from sfumato.nets.training import Trainer, equal_batches, even_labels, state_below, use_average, warm_cosine
 from sfumato.privacy import Budget, Plan, Release
 
 

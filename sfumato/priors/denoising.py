@@ -1,0 +1,220 @@
+"""Training of a prior on public images: denoising score matching, with an exponential moving average of the weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from sfumato.data import DataError, ImageSet, contact_sheet
+from sfumato.data.pixels import to_bytes, to_unit_range
+from sfumato.engine.state import entries_below, flat, read_tensors, restore, state_of, write_tensors
+from sfumato.nets.samplers import annealed_sampling, karras_levels
+from sfumato.nets.score import ScoreNetwork, denoising_loss
+from sfumato.nets.training import Trainer, warm_cosine
+from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
+from sfumato.progress import bar
+
+CHECKPOINT, PICTURE = "checkpoint.safetensors", "samples.png"
+CHECKPOINTS = 20  # of a training
+HELD_OUT, MAX_HELD_OUT = 0.02, 1000  # part of the images, and at most so many, that measure the loss
+DROPPED = 0.1  # of the labels, so that the network also learns images of no class
+LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard deviation of their logarithm
+LOWEST, HIGHEST = 0.002, 80.0  # noise levels
+SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
+EMA, BETAS = 0.9995, (0.9, 0.99)
+SHOWN = 100  # images in the picture
+MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
+
+
+@dataclass(frozen=True)
+class PriorTraining:
+    """Settings of a training.
+
+    - steps, batch_size, learning_rate: of Adam; the rate rises, then falls as a cosine.
+    - widths, context, attention: of the U-Net (`nets/unet.py`).
+    - flip: mirror images at random; not for text or other images with a direction.
+    """
+
+    steps: int = 20_000
+    batch_size: int = 256
+    learning_rate: float = 4e-4
+    widths: tuple[int, ...] = (128, 256, 256, 256)
+    context: int = 128
+    attention: int = 3
+    flip: bool = False
+
+
+def train_prior(
+    images: ImageSet,
+    folder: str | Path,
+    *,
+    name: str,
+    trained_on: str,
+    licence: str = "not stated",
+    encoder: str = "",
+    settings: PriorTraining = PriorTraining(),  # noqa: B008  (frozen)
+    resume: bool = False,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Prior:
+    """Train a prior on public images; write it, a picture of samples and checkpoints to `folder`.
+
+    - images: public images of one size, grey or colour, 16 to 64 pixels a side; labels serve as conditions.
+    - name, trained_on, licence, encoder: for the card.
+    - settings: of the training and the network.
+    - resume: continue an interrupted training in that folder, default False.
+    - seed: of initial weights, order and noise, default 0. device: default "cpu".
+    """
+    target, place = Path(folder), torch.device(device)
+    channels, height, width = images.shape
+    if height != width or not MIN_SIDE <= height <= MAX_SIDE:
+        raise DataError(
+            f"a prior needs square images of {MIN_SIDE} to {MAX_SIDE} pixels, not {height} × {width}; pass a size"
+        )
+    if len(images) < MIN_IMAGES:
+        raise DataError(f"a prior needs at least {MIN_IMAGES} images, and should have thousands; there are {len(images)}")
+    if (target / FILE).exists():
+        raise DataError(f"{target} holds a finished prior; choose another folder")
+    if (target / CHECKPOINT).exists() and not resume:
+        raise DataError(f"{target} holds an interrupted training; continue it with resume (--resume) or use another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    classes = len(images.classes) if images.labels is not None else 1
+    card = PriorCard(
+        name, channels, height, classes, settings.widths, settings.context, settings.attention, trained_on, licence, encoder
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = card.new_network().to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
+    batches = PublicBatches(images, settings, seed, place)
+    _train(trainer, batches, settings, target / CHECKPOINT)
+    average = cast(ScoreNetwork, trainer.average.eval())
+    loss = batches.held_out_loss(average)
+    notes = {
+        "held_out_loss": round(loss, 4),
+        "images": len(images),
+        "steps": settings.steps,
+        "batch_size": settings.batch_size,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+    }
+    _picture(average, card, place, seed, target / PICTURE)
+    save_prior(target, replace(card, notes=notes), average.state_dict())
+    (target / CHECKPOINT).unlink(missing_ok=True)
+    return load_prior(target)
+
+
+class PublicBatches:
+    """Batches of public images with noise, and held-out images with fixed noise."""
+
+    def __init__(self, images: ImageSet, settings: PriorTraining, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        held = min(MAX_HELD_OUT, math.ceil(HELD_OUT * len(images)))
+        labels = images.labels if images.labels is not None else torch.zeros(len(images), dtype=torch.int64)
+        self._pixels, self._labels = images.images[order].to(device), labels[order].to(device)
+        self._held, self._settings = held, settings
+
+    @property
+    def state(self) -> torch.Generator:
+        return self._generator
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return images, noise, noise levels and labels of a batch."""
+        generator, count = self._generator, self._settings.batch_size
+        device = generator.device
+        chosen = torch.randint(self._held, len(self._pixels), (count,), generator=generator, device=device)
+        pixels, labels = to_unit_range(self._pixels[chosen]), self._labels[chosen]
+        if self._settings.flip:
+            mirrored = torch.rand(count, 1, 1, 1, generator=generator, device=device) < 0.5
+            pixels = torch.where(mirrored, pixels.flip(3), pixels)
+        dropped = torch.rand(count, generator=generator, device=device) < DROPPED
+        noise = torch.randn(pixels.shape, generator=generator, device=device)
+        levels = draw_levels(count, generator)
+        return pixels, noise, levels, torch.where(dropped, -1, labels)
+
+    @torch.no_grad()
+    def held_out_loss(self, network: ScoreNetwork) -> float:
+        """Return the mean loss on held-out images, at noise levels and noise that do not change."""
+        generator, device = torch.Generator().manual_seed(0), self._pixels.device
+        levels = draw_levels(self._held, generator)
+        noise = torch.randn(self._held, *self._pixels.shape[1:], generator=generator)
+        total = 0.0
+        for part in torch.arange(self._held).split(250):
+            some = [each[part].to(device) for each in (noise, levels)]
+            pixels, labels = to_unit_range(self._pixels[part.to(device)]), self._labels[part.to(device)]
+            total += float(denoising_loss(network, pixels, *some, labels).sum())
+        return total / self._held
+
+
+def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw noise levels [count] for training."""
+    normals = torch.randn(count, generator=generator, device=generator.device)
+    return (LEVEL_CENTRE * torch.exp(LEVEL_SPREAD * normals)).clamp(LOWEST, HIGHEST)
+
+
+def mean_denoising_loss(network: ScoreNetwork, images: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of a batch; on a GPU networks compute in bfloat16."""
+    device = images.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        return denoising_loss(network, images.contiguous(memory_format=torch.channels_last), *others).mean()
+
+
+def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, checkpoint: Path) -> None:
+    """Train, with a checkpoint after each twentieth of the steps; continue one that is there."""
+    parts: dict[str, Any] = {"trainer": trainer, "batches": batches.state}
+    start, interval = 0, max(1, settings.steps // CHECKPOINTS)
+    if checkpoint.exists():
+        tensors, note = read_tensors(checkpoint)
+        if note["settings"] != str(settings):
+            raise DataError(f"{checkpoint.parent} holds a training with other settings; continue it with the same ones")
+        start = int(note["step"])
+        for key, part in parts.items():
+            restore(part, entries_below(tensors, key))
+    network = cast(ScoreNetwork, trainer.network)
+    loss: Callable[..., torch.Tensor] = mean_denoising_loss
+    if next(network.parameters()).is_cuda:
+        loss = torch.compile(mean_denoising_loss)
+    with bar("training the prior") as advance:
+        for step in range(start, settings.steps):
+            trainer.set_rate(settings.learning_rate * warm_cosine(step, settings.steps))
+            trainer.descend(loss(network, *batches.draw()))
+            advance(step + 1, settings.steps)
+            if (step + 1) % interval == 0:
+                tensors = flat({key: state_of(part) for key, part in parts.items()})
+                write_tensors(checkpoint, _on_cpu(tensors), {"step": step + 1, "settings": str(settings)})
+
+
+def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu() for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def draw_images(
+    network: nn.Module, shape: tuple[int, int, int], labels: torch.Tensor, generator: torch.Generator, levels: int
+) -> torch.Tensor:
+    """Draw images [N, C, H, W] in [-1, 1] for labels [N] by Heun's method; on a GPU in bfloat16."""
+    device = generator.device
+    fast = copy.deepcopy(network).bfloat16() if device.type == "cuda" else network
+
+    def target_at(level: float) -> Callable[[torch.Tensor], tuple[torch.Tensor, None]]:
+        each = torch.full((len(labels),), level, device=device)
+        return lambda x: (fast(x, each, labels), None)
+
+    schedule = karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
+    noise = schedule[0] * torch.randn(len(labels), *shape, generator=generator, device=device)
+    return annealed_sampling(target_at, noise, schedule, generator, sampler="ode")[0].clamp(-1, 1)
+
+
+def _picture(network: ScoreNetwork, card: PriorCard, device: torch.device, seed: int, path: Path) -> None:
+    """Write a grid of samples, in the order of the classes."""
+    labels = torch.arange(SHOWN, device=device) * card.classes // SHOWN
+    shape = (card.channels, card.size, card.size)
+    images = draw_images(network, shape, labels, torch.Generator(device).manual_seed(seed), SAMPLER_LEVELS)
+    contact_sheet(ImageSet(to_bytes(images).cpu()), path, per_class=SHOWN)

@@ -1,0 +1,173 @@
+"""A prior: a diffusion model (`ScoreNetwork`) of public images, with a card that states what it was trained on.
+
+A file holds weights in half precision, and the card, in safetensors format with a checksum. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.data import DataError
+from sfumato.features.weights import SAFETENSORS, check_fit, read_card, read_state, save_with_card, sha256_of
+from sfumato.nets.score import ScoreNetwork
+
+FORMAT = "sfumato-prior-1"
+FILE = "prior.safetensors"  # in the folder that `train_prior` writes
+SHIPPED = Path(__file__).parent / "data"
+MAX_RATIO = 2.0  # between the side of images and of the prior's own
+LABELS = "unet.context.0.weight"  # [context, frequencies + classes]: the last columns embed the classes
+ENTRY, LAST, LAST_BIAS = "unet.entry.weight", "unet.last.2.weight", "unet.last.2.bias"
+
+
+@dataclass(frozen=True)
+class PriorCard:
+    """Origin and network of a prior.
+
+    - name: of the prior.
+    - channels, size: of the images that it was trained on; size is the side in pixels.
+    - classes: number of its classes; 1 if the images had no labels.
+    - widths, context, attention: of the U-Net.
+    - trained_on: images, and where they come from. licence: of the weights.
+    - encoder: name of an encoder trained on the same images, for a teacher; empty: none.
+    - notes: further facts, for example the held-out loss; default none.
+    """
+
+    name: str
+    channels: int
+    size: int
+    classes: int
+    widths: tuple[int, ...]
+    context: int
+    attention: int
+    trained_on: str
+    licence: str
+    encoder: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def new_network(self) -> ScoreNetwork:
+        """Return the network with initial weights."""
+        options = {"widths": tuple(self.widths), "context": self.context, "attention": self.attention}
+        return ScoreNetwork(self.channels, self.classes, **options)
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A prior in memory.
+
+    - card: origin and network. state: the weights, float32. sha256: of the file.
+    """
+
+    card: PriorCard
+    state: Mapping[str, torch.Tensor]
+    sha256: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the certificate's description: the guarantee holds if these training data are public."""
+        card = self.card
+        return {
+            "name": card.name,
+            "sha256": self.sha256,
+            "trained_on": card.trained_on,
+            "licence": card.licence,
+            "taken_as": "public",
+        }
+
+    def check_shape(self, shape: tuple[int, int, int]) -> None:
+        """Raise `DataError` for images whose size is too far from that of the prior's own images."""
+        sides = sorted((*shape[1:], self.card.size))
+        if sides[-1] > MAX_RATIO * sides[0]:
+            raise DataError(
+                f"the prior {self.card.name} was trained on images of {self.card.size} pixels and serves images of "
+                f"{self.card.size / MAX_RATIO:.0f} to {self.card.size * MAX_RATIO:.0f}, not {shape[1]} × {shape[2]}; "
+                "pass another size (--size), or train a prior of this size (sfumato prior train)"
+            )
+
+    def network(self, channels: int | None = None) -> ScoreNetwork:
+        """Return the network for images of `channels` channels, default: the prior's own.
+
+        A grey image is a colour image with three equal channels, and the other way round its mean.
+        """
+        state = dict(self.state)
+        own = self.card.channels
+        if channels not in (None, own):
+            assert channels is not None
+            entry, last, bias = state[ENTRY], state[LAST], state[LAST_BIAS]
+            state[ENTRY] = entry.sum(1, keepdim=True).expand(-1, channels, -1, -1) / channels
+            state[LAST] = last.mean(0, keepdim=True).expand(channels, -1, -1, -1)
+            state[LAST_BIAS] = bias.mean(0, keepdim=True).expand(channels)
+        card = self.card if channels is None else PriorCard(**{**vars(self.card), "channels": channels})
+        network = card.new_network()
+        network.load_state_dict(state)
+        return network
+
+
+def with_classes(network: ScoreNetwork, shares: torch.Tensor) -> ScoreNetwork:
+    """Return a copy of a network for other classes, each of them embedded as a mixture of the network's own.
+
+    - shares: [new classes, classes of the network], rows of sum one.
+    """
+    unet = network.unet
+    state = dict(network.state_dict())
+    frequencies = state[LABELS].shape[1] - unet.classes
+    embedded, labels = state[LABELS].split([frequencies, unet.classes], 1)
+    state[LABELS] = torch.cat([embedded, labels @ shares.to(labels).T], 1)
+    options = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
+    changed = ScoreNetwork(unet.entry.in_channels, len(shares), **options).to(state[LABELS].device)
+    changed.load_state_dict(state)
+    return changed
+
+
+def save_prior(folder: str | Path, card: PriorCard, state: Mapping[str, torch.Tensor]) -> Path:
+    """Write a prior to a folder (or a file NAME.safetensors); return the path of the file."""
+    path = Path(folder) if Path(folder).suffix == SAFETENSORS else Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_with_card(path, state, asdict(card), FORMAT)
+    return path
+
+
+def list_priors() -> list[PriorCard]:
+    """List the priors that are part of the package."""
+    return [_card(path) for path in sorted(SHIPPED.glob(f"*{SAFETENSORS}"))]
+
+
+def load_prior(source: str | Path) -> Prior:
+    """Load a prior by its name, or by the path of its folder or file. Raise `DataError` if that fails."""
+    path = _find(source)
+    card = _card(path)
+    state = {name: value.float() for name, value in read_state(path).items()}
+    with torch.device("meta"):
+        check_fit(card.new_network(), state, path)
+    return Prior(card, state, sha256_of(path))
+
+
+def _find(source: str | Path) -> Path:
+    shipped = {path.stem: path for path in SHIPPED.glob(f"*{SAFETENSORS}")}
+    if str(source) in shipped:
+        return shipped[str(source)]
+    path = Path(source)
+    if path.is_dir():
+        if (path / FILE).is_file():
+            return path / FILE
+        raise DataError(f"{path} holds no prior: {FILE} is missing; make one with sfumato prior train")
+    if path.suffix == SAFETENSORS and path.is_file():
+        return path
+    if path.is_file():
+        raise DataError(f"{path} is not a safetensors file; a prior is never read from a pickled file")
+    near = get_close_matches(str(source), shipped, 1)
+    known = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(sorted(shipped)) or 'none'}; or a path"
+    raise DataError(f"there is no prior {str(source)!r}; {known}")
+
+
+def _card(path: Path) -> PriorCard:
+    content = read_card(path, FORMAT)
+    try:
+        return PriorCard(**{**content, "widths": tuple(content["widths"])})
+    except (KeyError, TypeError) as error:
+        raise DataError(f"the card in {path} is incomplete or invalid: {error}") from error
