@@ -7,7 +7,7 @@ and is faster. Autograd differentiates all other parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from sfumato.engine.layers import (
     to_parameter_order,
 )
 from sfumato.privacy.clipping import Groups
-from sfumato.privacy.tracing import check_same_rows
+from sfumato.privacy.tracing import BATCH_NORM, check_same_rows
 
 Loss = Callable[..., torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -113,6 +113,10 @@ class _RecordLoss:
         losses: torch.Tensor = functional_call(self._module, named, inputs)
         return losses
 
+    def layers(self) -> Iterator[nn.Module]:
+        """Yield the network and all its parts."""
+        return self._module.modules()
+
     def views(self, record: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the arguments of the loss for a record: image and label repeated for each view, and normals."""
         image, *rest = record
@@ -180,6 +184,8 @@ def _check_row_wise(record_loss: _RecordLoss, state: Tensors, probes: Sequence[t
             f"a loss must return one number per image, got shape {tuple(together.shape)} for {len(inputs[0])} images"
         )
     message = "this loss mixes the images of a batch: alone, an image has another loss"
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in record_loss.layers()):
+        message += f". The network has {BATCH_NORM}"
     check_same_rows(torch.cat(alone), together, message)
 
 

@@ -27,6 +27,7 @@ DATA_DEPENDENT = (
     "it branches on pixel values, or takes a value out of a tensor (if, .item(), .tolist(), .numpy(), boolean masks), "
     "so that one image could change what is computed. Use torch.where, or multiply by a mask"
 )
+BATCH_NORM = "batch norm in training mode, which mixes images; call .eval() before, or use group norm"
 
 
 def trace(function: Callable[..., Any], *examples: Any, subject: str = "this feature") -> GraphModule:
@@ -102,7 +103,7 @@ def _check_operators(graph: Graph, subject: str) -> None:
                 f"{subject} draws random numbers ({node.target}). Draw them before and pass them as constants, use "
                 "draws= for random numbers per image, and put networks with dropout into eval mode"
             )
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=lambda node: "batch_norm" not in str(node.target)):  # before its counter's add_
         if node.op == "get_attr" and isinstance(getattr(graph.owning_module, str(node.target)), FakeTensor):
             raise ValueError(f"{subject} stores a tensor that it created while traced; create such tensors before")
         if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
@@ -117,7 +118,7 @@ def _check_operators(graph: Graph, subject: str) -> None:
         arguments = target._schema.arguments
         given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | node.kwargs
         if given.get("training") is True and given.get("running_mean") is not None:
-            raise ValueError(f"{subject} has batch norm in training mode, which mixes images; call .eval() before")
+            raise ValueError(f"{subject} has {BATCH_NORM}")
         written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         if any(isinstance(each, Node) and _base(each).op in ("placeholder", "get_attr") for each in written):
             raise ValueError(f"{subject} changes a tensor that outlives the call ({target}); compute a new one")
