@@ -26,6 +26,13 @@ from sfumato.synthesize import Synthesis
 out = Console()
 err = Console(stderr=True)
 
+SIGNATURES = {  # that name no signer, as people read them
+    "missing": "unsigned: anybody could have made it",
+    "invalid": "not valid for this certificate",
+    "by another key": "signed by another key",
+    "not checked": "signed, but not checked",
+}
+
 
 def sanitize(text: str) -> str:
     """Remove control characters and escape markup, so that untrusted text is safe on a terminal."""
@@ -109,7 +116,7 @@ def print_verification(result: Verification) -> None:
         "issuer": result.issuer or "not stated",
         "subject": result.subject or "not stated",
         "date": result.issued,
-        "signature": f"by {result.signer}" if result.signer else "unsigned: anybody could have made it",
+        "signature": f"by {result.signer}" if result.signer else SIGNATURES[result.signature],
         "checked": ", ".join(result.checked),
         "missing": ", ".join(result.missing),
         "not checked": "; ".join(result.not_checked),

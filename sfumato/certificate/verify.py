@@ -29,6 +29,7 @@ class Verification:
     - problems: one line per problem, which names the field; empty if the certificate is valid.
     - guarantee, epsilon, delta, unit, adjacency, issuer, subject, issued, caveats: as the certificate states them.
     - signer: public key of a valid signature, or None.
+    - signature: `valid`, `missing`, `invalid`, `by another key` (than the wanted one), or `not checked`.
     - checked, not_checked: what was compared, and what could not be.
     - missing, uncovered: certified files that are absent, and files beside the certificate that it does not cover.
     """
@@ -44,6 +45,7 @@ class Verification:
     issued: str | None = None
     caveats: list[str] = field(default_factory=list)
     signer: str | None = None
+    signature: str = "missing"
     checked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -173,16 +175,19 @@ def _check_signature(
     result: Verification, signature: dict[str, str] | None, computed_digest: str, signed_by: Any
 ) -> None:
     """Guarantee: sets `signer` only if this key signed this content; with `signed_by` it is that key, or a problem."""
+    result.signature = "missing" if signature is None else "not checked"
     try:
         wanted = None if signed_by is None else signing.public_key_of(signed_by)
         if signature is None:
             result.problems += ["signature: missing"] * (wanted is not None)
         elif not signing.check(signature, computed_digest):
+            result.signature = "invalid"
             result.problems.append("signature: not valid for this certificate")
         elif wanted not in (None, signature["public_key"]):
+            result.signature = "by another key"
             result.problems.append(f"signature: made with another key, {signature['public_key']}")
         else:
-            result.signer = f"ed25519:{signature['public_key']}"
+            result.signature, result.signer = "valid", f"ed25519:{signature['public_key']}"
             result.checked.append("signature")
     except ModuleNotFoundError as error:  # a signature that cannot be checked does not count
         (result.not_checked if signed_by is None else result.problems).append(f"signature: {error}")

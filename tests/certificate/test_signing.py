@@ -57,8 +57,13 @@ def test_only_the_right_key_verifies(certificate: Certificate, key: Path, tmp_pa
     assert verify(path).signer == result.signer
     other = key.with_name("other")
     signing.new_key(other)
-    assert "another key" in verify(path, signed_by=f"{other}.pub").problems[0]
-    assert not verify(path, signed_by=tmp_path / "absent.pub").ok
+    assert result.signature == "valid"
+    refused = verify(path, signed_by=f"{other}.pub")
+    assert "another key" in refused.problems[0]
+    assert (refused.signature, refused.signer) == ("by another key", None)
+    unread = verify(path, signed_by=tmp_path / "absent.pub")
+    assert not unread.ok
+    assert unread.signature == "not checked"
     assert not verify(path, signed_by=path).ok
 
 
@@ -72,10 +77,10 @@ def test_an_edited_or_copied_signature_fails(certificate: Certificate, key: Path
         replace(certificate, signature={**signature, **change}).save(path)
         result = verify(path)
         assert not result.ok
-        assert result.signer is None
+        assert (result.signature, result.signer) == ("invalid", None)
     certificate.save(path)
     assert verify(path).ok
-    assert verify(path).signer is None
+    assert (verify(path).signature, verify(path).signer) == ("missing", None)
     assert verify(path, signed_by=f"{key}.pub").problems == ["signature: missing"]
 
 
@@ -107,6 +112,6 @@ def test_a_missing_package_is_named_in_the_error(
         signing.new_key(tmp_path / "new")
     result = verify(path)
     assert result.ok
-    assert result.signer is None
+    assert (result.signature, result.signer) == ("not checked", None)
     assert "sfumato[sign]" in result.not_checked[-1]
     assert not verify(path, signed_by=f"{key}.pub").ok
