@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -59,6 +60,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
 }  # fmt: skip
+NOT_PRIVATE: dict[str, dict[str, Any]] = {
+    "dm": {"epsilon": math.inf, "images_per_class": 3, "iterations": 8, "batch_size": 4, "width": 8},
+    "dp-kernel-as-published": {"steps": 8, "generator": SIZES},
+    "pge-as-published": {"steps": 8, "width": 8, "sampling": SamplerSettings(levels=2, leapfrogs=1)},
+}
 
 
 class WarmFlow(LatentFlow):
@@ -71,7 +77,7 @@ def small(key: str, **params: Any) -> Synthesizer:
     if key == "warm flow":
         own = {"warm": "dp-merf", "warm_start": WarmStartSettings(images=40, steps=6, batch_size=4)}
         return build(WarmFlow, **{**SMALL["dp-lflow"], "device": "cpu", "epsilon": 10.0, **own, **params})
-    return build(key, **{**SMALL[key], "device": "cpu", "epsilon": 10.0, **params})
+    return build(key, **{"device": "cpu", "epsilon": 10.0, **(SMALL | NOT_PRIVATE)[key], **params})
 
 
 METHODS = [*SMALL, "warm flow"]
@@ -187,6 +193,35 @@ def test_a_resumed_run_asks_for_no_result_twice_and_ends_with_the_same_model(
         assert_same_model(whole, resumed)
 
 
+@pytest.mark.parametrize("key", NOT_PRIVATE)
+def test_a_method_without_guarantee_goes_on_from_its_last_state(
+    key: str, fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for no results, so nothing is answered from the log. Both fits stay without a guarantee."""
+    monkeypatch.setattr(module, "INTERVALS", 4)
+    interrupter = Interrupter(monkeypatch)
+    interrupter.begin(None)
+    whole = small(key).fit(fewer_digits, run_dir=tmp_path / "whole")
+    assert interrupter.events == ["state"] * 4
+    for stop in (1, 3, 4):
+        folder = tmp_path / f"stopped {stop}"
+        interrupter.begin(stop)
+        with pytest.raises(KeyboardInterrupt):
+            small(key).fit(fewer_digits, run_dir=folder)
+        interrupter.begin(None)
+        resumed = small(key).fit(fewer_digits, run_dir=folder, resume=True)
+        assert interrupter.events == ["state"] * (4 - stop)  # finished steps are not repeated
+        assert_same_model(whole, resumed)
+        assert not (folder / "checkpoint.safetensors").exists()
+        verified = sf.verify(folder / "certificate.json", allow_none=True)
+        assert verified.ok, verified.problems
+        assert (verified.guarantee, verified.epsilon) == ("none", None)
+        assert not sf.verify(folder / "certificate.json").ok
+        with Ledger(folder / "ledger.jsonl") as ledger:
+            assert {entry["kind"] for entry in ledger.entries} == {"open", "unprotected"}
+    assert not interrupter.drawn
+
+
 @pytest.mark.parametrize("key", ["dp-kernel", "pge", "ndpdc", "warm flow"])
 def test_a_run_may_be_interrupted_at_every_step(
     key: str, fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,18 +275,19 @@ def test_a_finished_run_is_not_resumed(fewer_digits: ImageSet, tmp_path: Path, m
     assert_finished(tmp_path, small("dp-merf"), fewer_digits, clean=False)
 
 
-def test_a_fault_is_found(fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["pge", *NOT_PRIVATE])
+def test_a_fault_is_found(key: str, fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that forgets to restore its state: the tests above can fail."""
     monkeypatch.setattr(module, "INTERVALS", 2)
     interrupter = Interrupter(monkeypatch)
     interrupter.begin(None)
-    whole = small("pge").fit(fewer_digits, run_dir=tmp_path / "whole")
-    interrupter.begin(len(interrupter.events) - 2)
+    whole = small(key).fit(fewer_digits, run_dir=tmp_path / "whole")
+    interrupter.begin(max(1, len(interrupter.events) - 2))
     with pytest.raises(KeyboardInterrupt):
-        small("pge").fit(fewer_digits, run_dir=tmp_path / "run")
+        small(key).fit(fewer_digits, run_dir=tmp_path / "run")
     monkeypatch.setattr(module, "restore", lambda part, state: None)
     interrupter.begin(None)
-    resumed = small("pge").fit(fewer_digits, run_dir=tmp_path / "run", resume=True)
+    resumed = small(key).fit(fewer_digits, run_dir=tmp_path / "run", resume=True)
     with pytest.raises(AssertionError):
         assert_same_model(whole, resumed)
 
