@@ -244,6 +244,30 @@ def speed_parts() -> str:
     return f"{markdown(['part', 'device', 'times as fast'], rows)}\n\n{note}`python -m benchmarks speed-scattering`, …"
 
 
+def speed_versions() -> str:
+    found, versions, body = table("speed-versions"), ("before", "after"), []
+    plain: dict[tuple[str, str | None], dict[str, float]] = {}  # the fastest step without privacy, where it has a row
+    for row in sorted(found["rows"], key=lambda row: not row["job"].startswith("not private")):
+        job, m, place = row["job"], row["measured"], (row["device"], row.get("task"))
+        if job.startswith("not private"):
+            plain[place] = {each: min(m[each], plain.get(place, m)[each]) for each in versions}
+            continue
+        ratios = [m[each] / plain[place][each] for each in versions] if place in plain else []
+        ratios = ratios or [m[f"{each}_to_not_private"] for each in versions if f"{each}_to_not_private" in m]
+        unit = "" if "ms of" in job else ", s"
+        title = f"gradient, {row['task']}{job.removeprefix('vault')}, ms" if "task" in row else f"{job}{unit}"
+        times = [f"{m['before']:.3g}", f"{m['after']:.3g}", f"{m['ratio']:.2f}"]
+        beside = " → ".join(f"{ratio:.2f}" for ratio in ratios) or "–"
+        body.append([row["device"].removeprefix("NVIDIA "), title, *times, beside])
+    header = ["", "", "0.1.0", "after", "after / 0.1.0", "ratio to a step without privacy"]
+    note = (
+        f"After: commit `{found['commit'][:7]}`; `pge` and `dp-kernel` on the H200: an earlier one of that day. CPU: "
+        "one run on a shared machine. Steps without privacy vary: 8.4 and 10.4 ms on the H200 for one class. "
+        "0.1.0 has no `python -m benchmarks speed-versions`: each version ran its own program"
+    )
+    return f"{markdown(header, body)}\n\n{note} → [`speed-versions.json`](results:speed-versions.json)."
+
+
 def systems() -> list[dict[str, Any]]:
     """Return the systems with published figures."""
     found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "published.json").read_text())["systems"]
@@ -433,5 +457,6 @@ LAYOUTS: dict[str, Callable[[], str]] = {
     "speed-gradients": speed_gradients,
     "speed-methods": speed_methods,
     "speed-parts": speed_parts,
+    "speed-versions": speed_versions,
     "without-gpu": without_gpu,
 }
