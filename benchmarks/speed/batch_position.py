@@ -1,7 +1,8 @@
 """How much a row, or a clipped gradient, depends on its position in a batch, by rounding.
 
 MNIST images go through the traced graphs that the vault runs, in several orders. Rows: largest distance between a row
-and the same image's row at another position, relative to its norm. Gradients: the same for clipped gradients.
+and the same image's row at another position, relative to its norm. Gradients: the same for clipped gradients, in
+clipping norms, at initial weights.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import sfumato as sf
 from benchmarks.speed.gradients import score_loss
 from sfumato.data.pixels import to_unit_range
 from sfumato.engine import Performance
-from sfumato.features.unit_norm import ScatteringAndPixels
+from sfumato.features.unit_norm import CNNFeatures, ScatteringAndPixels
 from sfumato.nets.random_convnet import draw_networks, embed
+from sfumato.nets.stacked import unstack
 from sfumato.nets.unet import UNet
 from sfumato.privacy.clipping import clipped_sum
 from sfumato.privacy.tracing import per_record, trace
@@ -39,8 +41,15 @@ def row_difference(feature: Callable[[torch.Tensor], torch.Tensor], images: torc
     return largest
 
 
-def gradient_difference(model: nn.Module, loss: Any, records: list[torch.Tensor], precision: torch.dtype) -> float:
-    found = Performance(precision=precision).differentiate(model, loss, 1.0, None, 1, [part[:3] for part in records])
+def gradient_difference(
+    model: nn.Module,
+    loss: Any,
+    records: list[torch.Tensor],
+    precision: torch.dtype,
+    bound: float | dict[str, float] = 1.0,
+) -> float:
+    probes = [part[:3] for part in records]
+    found = Performance(precision=precision).differentiate(model, loss, bound, None, 1, probes)
     state = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
     largest = 0.0
     with torch.no_grad():
@@ -74,6 +83,11 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     scattering, unet = ScatteringAndPixels((1, 28, 28)).to(device), UNet(1, 10).to(device)
     linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).to(device)
     layers = [nn.Conv2d(1, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 1, 1), nn.GroupNorm(8, 64), nn.ReLU()]
+    encoder = sf.create("dp-mepf", encoder="small_tinyimagenet", device=device)._embedding(whole.public())
+    others = to_unit_range(whole.images[2000:6000].to(device))  # in the place of generated images
+    cnn = CNNFeatures(others, whole.labels[2000:6000].to(device), 10, generator)
+    lflow = sf.create("dp-lflow", device=device)
+    latent_flow = unstack(lflow._new_network(whole.public()), 0)
     convolutions = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 14 * 14, 10)).to(device)
 
     def fourier(x: torch.Tensor) -> torch.Tensor:
@@ -83,13 +97,21 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for size in BATCH_SIZES[device]:
         images, labels = to_unit_range(whole.images[:size].to(device)), whole.labels[:size].to(device)
         noisy = [images, labels, torch.randn(size, 1, 785, generator=generator, device=device)]
+        jittered = [images, torch.randn(size, 1, lflow.code, generator=generator, device=device)]
+        both = {"autoencoder": 1.0, "flow": 1.0}
         found = {
             "Fourier features": row_difference(fourier, images),
             "scattering": row_difference(scattering, images),
             "random ConvNet (ndpdc)": row_difference(lambda x: embed(x, networks), images),
+            "perceptual encoder (dp-mepf), all layers": row_difference(
+                lambda x: encoder.rows(x, range(1, 3), pooled=False), images
+            ),
+            "perceptual encoder (dp-mepf), pooled": row_difference(lambda x: encoder.pooled(x, range(1, 3)), images),
+            "CNN features (teacher)": row_difference(cnn, images),
             "gradient, linear": gradient_difference(linear, cross_entropy, [images, labels], torch.float32),
             "gradient, convolutions": gradient_difference(convolutions, cross_entropy, [images, labels], torch.float32),
             "gradient, U-Net": gradient_difference(unet, score_loss, noisy, torch.float32),
+            "gradient, dp-lflow": gradient_difference(latent_flow, lflow._loss, jittered, torch.float32, both),
         }
         if device == "cuda":
             found["gradient, U-Net, bf16"] = gradient_difference(unet, score_loss, noisy, torch.bfloat16)
