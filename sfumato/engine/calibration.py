@@ -63,6 +63,15 @@ def _calibrate(releases: tuple[Release, ...], budget: Budget) -> Plan:
     return Plan(_with_noise(releases, math.exp(log_scale)), budget)
 
 
+def with_share(releases: Sequence[Release], budget: Budget, share: float) -> list[Release]:
+    """Return the releases with the noise that they would have alone, increased so that they take a share of the budget.
+
+    - share: of 1 / noise², by which Gaussian releases compose. What is left is for releases whose noise stays open.
+    """
+    alone = calibrate(releases, budget).releases
+    return [replace(each, noise_multiplier=each.noise / math.sqrt(share)) for each in alone]
+
+
 def epsilon(
     *,
     noise_multiplier: float,

@@ -98,9 +98,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_with_card(
-    path: Path, state: Mapping[str, torch.Tensor], card: Mapping[str, Any], form: str = FORMAT
-) -> None:
+def save_with_card(path: Path, state: Mapping[str, torch.Tensor], card: Mapping[str, Any], form: str = FORMAT) -> None:
     """Write weights in half precision, and their card as metadata, to a safetensors file of the format `form`."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in half_precision(state).items()}
     encoded = {name: json.dumps(value) for name, value in card.items()}

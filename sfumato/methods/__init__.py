@@ -5,6 +5,7 @@ from sfumato.methods.as_published.published_pge import PublishedGradientEstimati
 from sfumato.methods.atelier import Atelier
 from sfumato.methods.base import Setting, Synthesizer, constant
 from sfumato.methods.dm import DistributionMatching
+from sfumato.methods.dp_diffusion import DPDiffusion
 from sfumato.methods.dp_kernel import KernelGenerator
 from sfumato.methods.dp_lflow import LatentFlow
 from sfumato.methods.dp_mepf import PerceptualEmbedding
@@ -19,6 +20,7 @@ for _method in (
     PerceptualEmbedding,
     KernelGenerator,
     Atelier,
+    DPDiffusion,
     LatentFlow,
     GradientEstimation,
     NonlinearCondenser,

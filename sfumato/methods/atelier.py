@@ -1,14 +1,16 @@
 """Atelier: a private painter and a private teacher; a method of this package.
 
-Idea: part of the budget trains a *painter*, a generator that follows noisy kernel means (`kernel_painter.py`). The rest
-trains a *teacher*, a linear classifier, by noisy gradients (`teacher.py`). A linear classifier learns much at small
-epsilon but makes no images; a generator makes images, some of the wrong class. So the teacher labels what the painter
-makes. All of that is post-processing.
+Idea: part of the budget trains a *painter*: a generator that follows noisy kernel means (`kernel_painter.py`) or, with
+`prior`, a public diffusion model that is adapted to the classes (`diffusion_painter.py`). The rest trains a *teacher*,
+a linear classifier, by noisy gradients (`teacher.py`). A linear classifier learns much at small epsilon but makes no
+images; a generator makes images, some of the wrong class. So the teacher labels what the painter makes. All of that is
+post-processing. With a prior the teacher comes first, and also chooses what the painter practises on.
 
 Released: what the painter releases, with common sums where the noise is high; noisy gradient sums of the teacher.
-Public: image shape, class names, a public encoder if one is named; frequencies and initial weights, from the seed.
+Public: image shape, class names, a prior and an encoder if they are named; frequencies and initial weights, from the
+seed.
 Events: Gaussian sums over all images, composed exactly. `teacher_share` is the teacher's part of the sum of 1 / noise²,
-by which Gaussian releases compose.
+by which Gaussian releases compose. With `prior`, also Poisson-subsampled Gaussian sums, the painter's gradients.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.pixels import to_unit_range
-from sfumato.engine import GradientVault
+from sfumato.engine import GradientVault, with_share
 from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
 from sfumato.methods.base import ASSUMED_IMAGES, AUTO, Synthesizer, constant
-from sfumato.methods.class_counts import class_counts
+from sfumato.methods.class_counts import class_counts, counts_release
+from sfumato.methods.diffusion_painter import CPU_TRAINING, DiffusionPainter, PainterTraining
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
 from sfumato.methods.teacher import (
     FEW_STEPS,
+    EmbeddingTeacher,
     Teacher,
     TeacherSettings,
     components_for,
@@ -42,6 +46,7 @@ from sfumato.methods.teacher import (
 from sfumato.nets.augmentation import small_affine_warp
 from sfumato.nets.generators import class_weights
 from sfumato.nets.training import even_labels, state_below
+from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
@@ -50,29 +55,36 @@ MAX_TRIES = 20  # of the painter, until the teacher sees the wanted class
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
+PRIOR_NOTE = "the guarantee holds for images other than those that the prior was trained on: {trained_on}"
 ASSUMED_NOTE = (
     f"class sizes are not declared, so settings are chosen for {ASSUMED_IMAGES:,} images; with fewer, declare them "
     "(public_size=true) or set preset=high-noise"
 )
+PRIOR_TEACHER_SHARE, PRIOR_MEANS_SHARE = 0.15, 0.15  # of the budget, with a prior; the gradients take the rest
+GPU_SAMPLE_BATCH = 5000  # labels in one call of `_sample` with a prior
+Painter = KernelPainter | DiffusionPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 
 
 @dataclass(kw_only=True, eq=False)
 class Atelier(Synthesizer):
-    """A generator that follows noisy kernel means, and a linear teacher that labels its images.
+    """A generator that follows noisy kernel means, or a public prior; and a linear teacher that labels its images.
 
-    - steps: int, 4500; training steps of the painter.
-    - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none.
+    - prior: text; a public diffusion model that the painter adapts: a name of `sfumato prior list`, or the folder of
+      `sfumato prior train`; none.
+    - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 100.
+    - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
-    - teacher_share: float, 0.4; the teacher's part of the budget.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
       (default), `drop`, or `keep` the painter's label. May change after `fit`.
     - soft_labels: bool, False; add the teacher's probabilities to samples. May change after `fit`.
     - variety: float, 1.0, from 0 to 1; how far relabelled images go beyond what the painter makes of a class: up to
-      half way to another class, rotated by up to 8 degrees, scaled by 6 % and shifted by 5 %. May change after `fit`.
+      half way to another class, rotated by up to 8 degrees, scaled by 6 % and shifted by 5 %. Without effect with
+      `prior`. May change after `fit`.
 
-    Presets: `cpu`; `high-noise`: fewer steps, smaller batches, no scattering features, a penalty on total variation.
+    Presets: `cpu`; `prior` and `prior-cpu`: with a prior; `high-noise`: fewer steps, smaller batches, no scattering
+    features, a penalty on total variation.
     """
 
     key: ClassVar[str] = "atelier"
@@ -87,6 +99,14 @@ class Atelier(Synthesizer):
             "painter": CPU,
             "teacher": TeacherSettings(steps=FEW_STEPS),
         },
+        "prior": {"steps": 100, "teacher_share": PRIOR_TEACHER_SHARE, "teacher": TeacherSettings(steps=FEW_STEPS)},
+        "prior-cpu": {
+            "steps": 20,
+            "sampling_prob": 0.005,
+            "teacher_share": PRIOR_TEACHER_SHARE,
+            "teacher": TeacherSettings(steps=FEW_STEPS),
+            "adaptation": CPU_TRAINING,
+        },
         "high-noise": {
             "steps": CPU_STEPS,
             "batch_size": CPU_BATCH_SIZE,
@@ -94,13 +114,16 @@ class Atelier(Synthesizer):
         },
     }
 
+    prior: str = ""
     steps: int = 4500
     encoder: str = ""
     autoencoder: Literal["", "taef2"] = ""
-    teacher_share: float = 0.4
     disagreement: Literal["relabel", "drop", "keep"] = "relabel"
     soft_labels: bool = False
     variety: float = 1.0
+    teacher_share: float = constant(0.4)  # the teacher's part of the budget
+    sampling_prob: float = constant(0.1)  # of an image, in a private gradient; with a prior
+    adaptation: PainterTraining = constant(PainterTraining())  # with a prior
     paths: int = constant(3)  # releases of the painter
     batch_size: int = constant(600)  # generated images in a step of the painter
     painter: PainterSettings = constant(PAINTER)
@@ -109,6 +132,8 @@ class Atelier(Synthesizer):
 
     def validate(self) -> Self:
         super().validate()
+        if self.prior and self.autoencoder:
+            raise ValueError("a prior generates pixels, and with autoencoder the painter makes latents; leave one out")
         if self.encoder and self.autoencoder:
             raise ValueError("encoder takes images, and with autoencoder the teacher sees latents; leave one out")
         if not self.teacher_share < 1:
@@ -118,16 +143,36 @@ class Atelier(Synthesizer):
         return self
 
     def _auto_presets(self, public: PublicFacts) -> list[str]:
+        if self.prior:
+            return ["prior-cpu" if self.torch_device.type == "cpu" else "prior"]
         high = len(public.classes) * self._noise_per_image(public) >= HIGH_NOISE_THRESHOLD
         return [*super()._auto_presets(public), *(["high-noise"] if high else [])]
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
+        if self.prior:
+            return [PRIOR_NOTE.format(trained_on=load_prior(self.prior).card.trained_on)]
         assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
         return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 
     # -- the plan -----------------------------------------------------------------------------------------
 
-    def _painter(self, public: PublicFacts) -> KernelPainter:
+    def _painter(self, public: PublicFacts) -> Painter:
+        return self._diffusion_painter(public) if self.prior else self._kernel_painter(public)
+
+    def _diffusion_painter(self, public: PublicFacts) -> DiffusionPainter:
+        return DiffusionPainter(
+            self.prior,
+            self.adaptation,
+            public,
+            steps=self.steps,
+            sampling_prob=self.sampling_prob,
+            tune="few",
+            encoder=self.encoder,
+            seed=self.seed,
+            device=self.torch_device,
+        )
+
+    def _kernel_painter(self, public: PublicFacts) -> KernelPainter:
         return KernelPainter(
             replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter,
             self.generator,
@@ -142,7 +187,9 @@ class Atelier(Synthesizer):
         )
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        painter = self._painter(public)
+        if self.prior:
+            return self._prior_releases(public)
+        painter = self._kernel_painter(public)
         if not _has_classes(public):
             if self.soft_labels:
                 raise DataError(NO_TEACHER)
@@ -152,21 +199,55 @@ class Atelier(Synthesizer):
         weight = math.sqrt(times * (1 - share) / (share * painter.stages))
         return [*painter.releases(), Release("teacher", times, weight=weight)]
 
+    def _prior_releases(self, public: PublicFacts) -> list[Release]:
+        """Return counts, teacher and class means, with a share of the budget, and the painter's gradients."""
+        painter, share = self._diffusion_painter(public), self.teacher_share if _has_classes(public) else 0.0
+        total = share + PRIOR_MEANS_SHARE
+        first = [*counts_release(public, total**-0.5), *painter.means(PRIOR_MEANS_SHARE)]
+        if share:
+            times = self.teacher.planned_steps(self._noise_per_image(public), share)
+            first.append(Release("teacher", times, weight=math.sqrt(times / share)))
+        if not painter.gradients():
+            return first
+        return [*with_share(first, self._budget(public.unit), total), *painter.gradients()]
+
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        if self.prior:
+            return self._diffusion_painter(public).facts()
         own = {"encoder": load_perceptual(self.encoder).facts} if self.encoder else {}
-        return {**self._painter(public).facts(), **own}
+        return {**self._kernel_painter(public).facts(), **own}
 
     # -- training -----------------------------------------------------------------------------------------
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
-        painter = self._painter(public)
+        if self.prior:
+            self._fit_prior(vault, public)
+            return
+        painter = self._kernel_painter(public)
         vault = painter.open(vault)
         if self.encoder:
             check_public_network(vault, "encoder", load_perceptual(self.encoder).facts)
         self.counts_ = class_counts(vault, public)
         self.generator_ = painter.fit(vault, self.counts_, self._checkpoints)
         if _has_classes(public):
-            self.teacher_ = self._train_teacher(vault, painter)
+            self.teacher_: Teacher | EmbeddingTeacher = self._train_teacher(vault, painter)
+            self.origins_ = self._class_origins(painter)
+
+    def _fit_prior(self, vault: GradientVault, public: PublicFacts) -> None:
+        """Train the teacher on an embedding of the images, then the painter."""
+        painter = self._diffusion_painter(public)
+        painter.check_unchanged(vault)
+        self.counts_ = class_counts(vault, public)
+        pool = painter.public_pool(self._checkpoints)
+        embedding, embedded = painter.embed(vault, pool, self._checkpoints)
+        teacher = None
+        if _has_classes(public):
+            self.teacher_ = teacher = EmbeddingTeacher(embedding, len(public.classes))
+            teacher.train_on(embedded, self.teacher, float(self.counts_.sum()), self._checkpoints)
+        network = painter.mixed_network(embedding, pool, teacher)
+        network = painter.practise(network, embedded, embedding, pool, self.counts_, self._checkpoints, teacher)
+        self.generator_ = painter.train_privately(vault, network, self.counts_, self._checkpoints).eval()
+        if teacher is not None:
             self.origins_ = self._class_origins(painter)
 
     def _train_teacher(self, vault: GradientVault, painter: KernelPainter) -> Teacher:
@@ -194,7 +275,7 @@ class Atelier(Synthesizer):
             latents=bool(self.autoencoder),
         )
 
-    def _class_origins(self, painter: KernelPainter) -> torch.Tensor:
+    def _class_origins(self, painter: Painter) -> torch.Tensor:
         """Estimate P(class the painter meant | class the teacher sees), [seen, meant], on generated images."""
         classes = len(self.counts_)
         meant = even_labels(classes, IMAGES_PER_CLASS * classes, self.torch_device)
@@ -204,13 +285,17 @@ class Atelier(Synthesizer):
         shares = (pairs + torch.eye(classes, device=pairs.device)) * (self.counts_ / self.counts_.sum())
         return (shares / shares.sum(1, keepdim=True)).float()
 
-    def _paint(self, painter: KernelPainter, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _paint(self, painter: Painter, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Draw images or latents of labels or class weights, whatever the teacher says."""
         with torch.no_grad():
             parts = [painter.paint(self.generator_, part, generator) for part in labels.split(self.sample_batch)]
         return torch.cat(parts)
 
     # -- samples ------------------------------------------------------------------------------------------
+
+    @property
+    def sample_batch(self) -> int:  # type: ignore[override]
+        return GPU_SAMPLE_BATCH if self.prior and self.torch_device.type == "cuda" else Synthesizer.sample_batch
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()
@@ -235,9 +320,9 @@ class Atelier(Synthesizer):
                 break
         return painter.decode(images)
 
-    def _varied(self, painter: KernelPainter, meant: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _varied(self, painter: Painter, meant: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Draw images between classes and warp them a little, if the teacher relabels them."""
-        if not self.variety or self.disagreement != "relabel":
+        if not self.variety or self.disagreement != "relabel" or self.prior:
             return self._paint(painter, meant, generator)
         classes, device = len(self.counts_), meant.device
         offset = torch.randint(1, classes, meant.shape, generator=generator, device=device)
@@ -286,8 +371,11 @@ class Atelier(Synthesizer):
         self.generator_ = painter.new_generator().eval()
         self.generator_.load_state_dict(state_below(state, "generator."))
         if _has_classes(public):
-            cnn = untrained_cnn_features(painter.canvas.shape, len(public.classes))
-            self.teacher_ = self._new_teacher(painter, cnn)
+            classes = len(public.classes)
+            if isinstance(painter, DiffusionPainter):
+                self.teacher_ = EmbeddingTeacher(painter.new_embedding(), classes)
+            else:
+                self.teacher_ = self._new_teacher(painter, untrained_cnn_features(painter.canvas.shape, classes))
             self.teacher_.load_state_dict(state_below(state, "teacher."))
             self.origins_ = state["origins"]
 

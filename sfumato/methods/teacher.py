@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
+from sfumato.features.embedding import Embedding
 from sfumato.features.unit_norm import (
     CNNFeatures,
     EncoderFeatures,
@@ -171,11 +172,52 @@ def train_teacher(
     checkpoints: Checkpoints,
 ) -> None:
     """Train by full-batch gradient descent with momentum, each gradient a noisy sum. `images`: how many there are."""
-    times, noise = vault.plan["teacher"].times, _noise(vault, images)
-    linear = nn.utils.skip_init(nn.Linear, components.axes.shape[1], len(teacher.bias), bias=False)
-    nn.init.zeros_(linear.to(teacher.bias.device).weight)
-    velocity = torch.zeros_like(linear.weight)
     projected = vault.map(lambda batch: components(teacher.features(batch)))
+    weight = _descend(projected, components.axes.shape[1], len(teacher.bias), settings, images, checkpoints)
+    teacher.weight.copy_(weight @ components.axes.T)
+    teacher.bias.copy_(-teacher.weight @ components.centre)
+
+
+class EmbeddingTeacher(nn.Module):
+    """A linear classifier on an embedding of images, for methods with a prior."""
+
+    def __init__(self, embedding: Embedding, classes: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.weight = nn.Parameter(torch.zeros(classes, embedding.width, device=embedding.axes.device))
+        self.requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classify(self.embedding(images))
+
+    def classify(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows of the embedding."""
+        return functional.linear(rows, self.weight)
+
+    def predict(self, images: torch.Tensor, batch: int) -> torch.Tensor:
+        """Return the most likely class of each image."""
+        return torch.cat([self(part).argmax(1) for part in images.split(batch)])
+
+    def train_on(
+        self, embedded: GradientVault, settings: TeacherSettings, images: float, checkpoints: Checkpoints
+    ) -> None:
+        """Train on a vault of embedded images. `images`: how many there are."""
+        self.weight.copy_(_descend(embedded, self.weight.shape[1], len(self.weight), settings, images, checkpoints))
+
+
+def _descend(
+    projected: GradientVault,
+    width: int,
+    classes: int,
+    settings: TeacherSettings,
+    images: float,
+    checkpoints: Checkpoints,
+) -> torch.Tensor:
+    """Return the weights [classes, width] of full-batch gradient descent with momentum on noisy gradients."""
+    times, noise = projected.plan["teacher"].times, _noise(projected, images)
+    linear = nn.utils.skip_init(nn.Linear, width, classes, bias=False)
+    nn.init.zeros_(linear.to(projected.device).weight)
+    velocity = torch.zeros_like(linear.weight)
     rate = settings.rate * (min(1.0, RATE_THRESHOLD / (noise * times)) if noise > 0 else 1.0)
     for _ in checkpoints.loop("teacher", times, linear=linear, velocity=velocity):
         sums = projected.gradient(
@@ -189,8 +231,8 @@ def train_teacher(
         velocity.mul_(MOMENTUM).add_(sums["weight"] / images)
         with torch.no_grad():
             linear.weight -= rate * velocity
-    teacher.weight.copy_(linear.weight.detach() @ components.axes.T)
-    teacher.bias.copy_(-teacher.weight @ components.centre)
+    weight: torch.Tensor = linear.weight.detach()
+    return weight
 
 
 def cross_entropy_per_example(model: nn.Module, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 
 from sfumato.data import ImageSet, PublicFacts
-from sfumato.engine import GradientVault, calibrate
+from sfumato.engine import GradientVault, with_share
 from sfumato.methods.base import NO_PRESET, Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.class_counts import class_counts, counts_release
@@ -76,9 +76,8 @@ class WarmStart:
         calibrated.
         """
         if self.first is not None:
-            alone = calibrate(self.first._releases(self._public), self._owner._budget()).releases
-            scale = math.sqrt(self.settings.share)
-            return [*(replace(each, noise_multiplier=each.noise / scale) for each in alone), gradients]
+            first = self.first._releases(self._public)
+            return [*with_share(first, self._owner._budget(self._public.unit), self.settings.share), gradients]
         weight = 1 / (gradients.sampling_prob * math.sqrt(gradients.times))
         return [*counts_release(self._public, weight), gradients]
 

@@ -11,6 +11,7 @@ energy, the target distribution is not invariant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -102,6 +103,28 @@ def probability_flow_step(
     if not second_order or lower == 0:
         return euler
     return x + (lower - level) / 2 * (slope - lower * target_at(lower)(euler)[0])
+
+
+def dpm_solver(
+    denoise: Callable[[torch.Tensor, float], torch.Tensor], x: torch.Tensor, levels: Sequence[float]
+) -> torch.Tensor:
+    """DPM-Solver++(2M) (Lu et al. 2022): the probability flow to second order, with one evaluation for each level.
+
+    - denoise: the mean of the clean image given a noisy one and its noise level.
+    - x: noisy images of the first level, [N, ...].
+    - levels: decreasing noise levels; a last step goes to zero.
+    """
+    earlier, step_before = None, 0.0
+    for index in track(len(levels), "sampling"):
+        mean = denoise(x, levels[index])
+        if index + 1 == len(levels):
+            return mean
+        step = math.log(levels[index] / levels[index + 1])
+        current = mean if earlier is None else mean + step / (2 * step_before) * (mean - earlier)
+        ratio = levels[index + 1] / levels[index]
+        x = ratio * x + (1 - ratio) * current
+        earlier, step_before = mean, step
+    return x
 
 
 def annealed_sampling(

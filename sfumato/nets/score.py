@@ -61,7 +61,8 @@ class ScoreNetwork(nn.Module):
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return F, and the potential whose gradient is F if `kind` is "energy"."""
-        inputs = (noisy / (levels.view(-1, 1, 1, 1).square() + SIGMA_DATA**2).sqrt()).to(self.unet.entry.weight.dtype)
+        inputs = noisy / (levels.view(-1, 1, 1, 1).square() + SIGMA_DATA**2).sqrt()
+        inputs = inputs.to(self.unet.context[0].weight.dtype)
         log_levels = levels.log() / 4
         if self.kind == "score":
             field: torch.Tensor = self.unet(inputs, log_levels, labels, code)

@@ -14,7 +14,7 @@ from torch import nn
 class Trainer:
     """Adam on a network's parameters and an EMA of them, in a form that CUDA graphs and checkpoints can hold.
 
-    - network: what is trained. On a GPU, `step` can be captured in a CUDA graph.
+    - network: its parameters with `requires_grad` are trained. On a GPU, `step` can be captured in a CUDA graph.
     - ema: decay of the moving average, which is `average`.
     - betas: of Adam.
     - rates: learning rates relative to `set_rate`, by prefix of the parameter's name; the first match counts.
@@ -31,7 +31,11 @@ class Trainer:
         warm_up: bool = False,
     ) -> None:
         self.network, self.average = network, copy.deepcopy(network).requires_grad_(False)
-        self.parameters: dict[str, torch.Tensor] = dict(network.named_parameters())
+        self.parameters: dict[str, torch.Tensor] = {
+            name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad
+        }
+        averaged = dict(self.average.named_parameters())
+        self._averaged: list[torch.Tensor] = [averaged[name] for name in self.parameters]
         self._ema, self._betas, self._warm_up = ema, betas, warm_up
         self._steps = torch.zeros((), dtype=torch.int64)
         self._rates = dict(rates or {"": 1.0})
@@ -87,7 +91,7 @@ class Trainer:
             decay = min(decay, (1 + int(self._steps)) / (10 + int(self._steps)))
             self._steps += 1
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.parameters.values()), 1 - decay)
+            torch._foreach_lerp_(self._averaged, list(self.parameters.values()), 1 - decay)
 
     def state_parts(self) -> dict[str, Any]:
         """Return what a step changes, for checkpoints."""
@@ -102,7 +106,7 @@ class Trainer:
 def use_average(trainer: Trainer) -> None:
     """Copy the average into the network."""
     with torch.no_grad():
-        torch._foreach_copy_(list(trainer.parameters.values()), list(trainer.average.parameters()))
+        torch._foreach_copy_(list(trainer.parameters.values()), trainer._averaged)
 
 
 def warm_cosine(step: int, steps: int) -> float:

@@ -4,7 +4,7 @@
 `random_process` draws procedural images.
 """
 
-from sfumato.priors.prior import Prior, PriorCard, list_priors, load_prior, save_prior
 from sfumato.priors.denoising import train_prior
+from sfumato.priors.prior import Prior, PriorCard, list_priors, load_prior, save_prior
 
 __all__ = ["Prior", "PriorCard", "list_priors", "load_prior", "save_prior", "train_prior"]

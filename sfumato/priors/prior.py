@@ -52,7 +52,7 @@ class PriorCard:
 
     def new_network(self) -> ScoreNetwork:
         """Return the network with initial weights."""
-        options = {"widths": tuple(self.widths), "context": self.context, "attention": self.attention}
+        options: dict[str, Any] = {"widths": tuple(self.widths), "context": self.context, "attention": self.attention}
         return ScoreNetwork(self.channels, self.classes, **options)
 
 
@@ -118,7 +118,7 @@ def with_classes(network: ScoreNetwork, shares: torch.Tensor) -> ScoreNetwork:
     frequencies = state[LABELS].shape[1] - unet.classes
     embedded, labels = state[LABELS].split([frequencies, unet.classes], 1)
     state[LABELS] = torch.cat([embedded, labels @ shares.to(labels).T], 1)
-    options = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
+    options: dict[str, Any] = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
     changed = ScoreNetwork(unet.entry.in_channels, len(shares), **options).to(state[LABELS].device)
     changed.load_state_dict(state)
     return changed

@@ -49,9 +49,7 @@ def _leaves(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
     return _shapes(count, size, MANY_SHAPES, (0.03, 0.35), generator)
 
 
-def _shapes(
-    count: int, size: int, most: int, radii: tuple[float, float], generator: torch.Generator
-) -> torch.Tensor:
+def _shapes(count: int, size: int, most: int, radii: tuple[float, float], generator: torch.Generator) -> torch.Tensor:
     """Draw up to `most` shapes over a background; each has its own colour, texture, shading and outline."""
     field = _spectrum(count, size, generator)
     canvas = _colours(count, generator) + _uniform(count, 0.0, 0.35, generator) * field
@@ -69,9 +67,7 @@ def _shapes(
     return canvas
 
 
-def _shape_mask(
-    count: int, size: int, radii: tuple[float, float], generator: torch.Generator
-) -> torch.Tensor:
+def _shape_mask(count: int, size: int, radii: tuple[float, float], generator: torch.Generator) -> torch.Tensor:
     """Draw masks [count, 1, size, size]: rotated superellipses with a wavy outline and a soft edge.
 
     The density of a radius r is proportional to r^-2 between the two radii, in image sides.
@@ -90,7 +86,8 @@ def _shape_mask(
     wavy = torch.atan2(v, u + 1e-6)
     distance = distance * (1 + _uniform(count, -0.3, 0.3, generator) * torch.cos(waves * wavy + phase))
     edge = _uniform(count, 0.5, 1.5, generator) / (size * radius)
-    return torch.sigmoid((1 - distance) / edge * 2)
+    mask: torch.Tensor = torch.sigmoid((1 - distance) / edge * 2)
+    return mask
 
 
 def _spectrum(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
@@ -131,7 +128,8 @@ def _network(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
         maps = functional.leaky_relu(functional.instance_norm(maps) * (1 + 0.7 * style) + 0.1 * noise + style / 2, 0.2)
     colour = torch.randn(3, FILTERS, 1, 1, generator=generator, device=device) / math.sqrt(FILTERS)
     images = functional.conv2d(functional.interpolate(maps, (size, size), mode="bilinear"), colour)
-    return 0.5 * images + _colours(count, generator) / 2
+    coloured: torch.Tensor = 0.5 * images + _colours(count, generator) / 2
+    return coloured
 
 
 def _oriented_filters(generator: torch.Generator) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""dp-diffusion: a public diffusion model, adapted to private images.
+
+The family of DPDM (Dockhorn et al., TMLR 2023), PDP-Diffusion (Ghalebikesabi et al., 2023) and PrivImage (Li et al.,
+USENIX Security 2024) on one network: a diffusion model is pre-trained on public images, practises on those of its own
+images that resemble the private ones, and is then trained by DP-SGD. `diffusion_painter.py` has the steps.
+
+Released: noisy class means of an embedding, once; the noisy sum of per-example gradients of denoising score matching
+over a Poisson sample, at each of `steps` steps. Noisy class counts unless sizes are declared.
+Public: image shape, class names; the prior and the encoder, which the certificate names with their training data.
+Events: Gaussian sums over all images; Poisson-subsampled Gaussian sums, one for each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from sfumato.data import PublicFacts
+from sfumato.engine import GradientVault, with_share
+from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.class_counts import class_counts, counts_release
+from sfumato.methods.diffusion_painter import CPU_TRAINING, DiffusionPainter, PainterTraining, Tune
+from sfumato.nets.training import state_below
+from sfumato.privacy import Release
+
+GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 5000, 250
+COUNTS_ONLY_SHARE = 0.01  # of the budget, for the counts, where there is no curriculum
+
+
+@dataclass(kw_only=True, eq=False)
+class DPDiffusion(Synthesizer):
+    """A public diffusion model, adapted by a free curriculum and by noisy gradients.
+
+    - prior: text, `random-process`; a name of `sfumato prior list`, or the folder of `sfumato prior train`.
+    - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
+    - curriculum: bool, True; train first on those images of the prior that resemble the private ones.
+    - means_share: float, 0.2; part of the budget for the class means that the curriculum needs.
+    - steps: int, 100; number of private gradients; 0: none.
+    - sampling_prob: float, 0.1; probability of an image to be in one.
+    - tune: parameters that the gradients train: `few` (default: embeddings, norms, first and last layer), `low-rank`
+      adapters of the convolutions, or `all`.
+
+    Presets: `cpu`.
+    """
+
+    key: ClassVar[str] = "dp-diffusion"
+    paper: ClassVar[str] = "Differentially Private Diffusion Models (Dockhorn et al., TMLR 2023); PrivImage (2024)"
+    summary: ClassVar[str] = "a public diffusion model, adapted by a free curriculum and noisy gradients; GPU advised"
+    may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpu": {"steps": 20, "sampling_prob": 0.005, "adaptation": CPU_TRAINING},
+    }
+
+    prior: str = "random-process"
+    encoder: str = ""
+    curriculum: bool = True
+    means_share: float = 0.2
+    steps: int = 100
+    sampling_prob: float = 0.1
+    tune: Tune = "few"
+    adaptation: PainterTraining = constant(PainterTraining(strength=100.0))
+
+    def _painter(self, public: PublicFacts) -> DiffusionPainter:
+        return DiffusionPainter(
+            self.prior,
+            self.adaptation if self.curriculum else replace(self.adaptation, rounds=0),
+            public,
+            steps=self.steps,
+            sampling_prob=self.sampling_prob,
+            tune=self.tune,
+            encoder=self.encoder,
+            seed=self.seed,
+            device=self.torch_device,
+        )
+
+    def _releases(self, public: PublicFacts) -> list[Release]:
+        painter = self._painter(public)
+        share = self.means_share if self.curriculum else COUNTS_ONLY_SHARE
+        first = [*counts_release(public), *painter.means(1.0)]
+        if not painter.gradients() or not first:
+            return [*first, *painter.gradients()]
+        return [*with_share(first, self._budget(public.unit), share), *painter.gradients()]
+
+    def _facts(self, public: PublicFacts) -> dict[str, Any]:
+        return self._painter(public).facts()
+
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        painter = self._painter(public)
+        painter.check_unchanged(vault)
+        self.counts_ = class_counts(vault, public)
+        network = painter.mixed_network()
+        if self.curriculum:
+            pool = painter.public_pool(self._checkpoints)
+            embedding, embedded = painter.embed(vault, pool, self._checkpoints)
+            network = painter.practise(network, embedded, embedding, pool, self.counts_, self._checkpoints)
+        self.network_ = painter.train_privately(vault, network, self.counts_, self._checkpoints).eval()
+
+    @property
+    def sample_batch(self) -> int:  # type: ignore[override]
+        return GPU_SAMPLE_BATCH if self.torch_device.type == "cuda" else CPU_SAMPLE_BATCH
+
+    def _proportions(self) -> torch.Tensor:
+        return self.counts_.cpu()
+
+    def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return self._painter(self._fitted()).paint(self.network_, labels, generator)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {"counts": self.counts_, **self.network_.state_dict(prefix="network.")}
+
+    def _restore(self, public: PublicFacts, state: dict[str, torch.Tensor]) -> None:
+        self.counts_ = state["counts"]
+        self.network_ = self._painter(public).new_generator().requires_grad_(False).eval()
+        self.network_.load_state_dict(state_below(state, "network."))
