@@ -51,7 +51,7 @@ from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
 HIGH_NOISE_THRESHOLD = 1.3e-3
-MAX_TRIES = 20  # of the painter, until the teacher sees the wanted class
+MAX_TRIES, PRIOR_TRIES = 20, 4  # of the painter, until the teacher sees the wanted class; a prior is slower
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
@@ -61,7 +61,7 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MEANS_SHARE = 0.15, 0.15  # of the budget, with a prior; the gradients take the rest
-GPU_SAMPLE_BATCH = 5000  # labels in one call of `_sample` with a prior
+GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` with a prior
 Painter = KernelPainter | DiffusionPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -301,7 +301,7 @@ class Atelier(Synthesizer):
         return self.counts_.cpu()
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Draw until the teacher sees the wanted class in each image, at most `MAX_TRIES` times."""
+        """Draw until the teacher sees the wanted class in each image, at most `MAX_TRIES` (`PRIOR_TRIES`) times."""
         painter = self._painter(self._fitted())
         images = self._paint(painter, labels, generator)
         classes = len(self.counts_)
@@ -309,7 +309,7 @@ class Atelier(Synthesizer):
             return painter.decode(images)
         origins = self.origins_ if self.disagreement == "relabel" else torch.eye(classes, device=labels.device)
         left = torch.arange(len(labels), device=labels.device)
-        for _ in range(MAX_TRIES):
+        for _ in range(PRIOR_TRIES if self.prior else MAX_TRIES):
             wanted = labels[left]
             meant = torch.multinomial(origins[wanted], 1, generator=generator)[:, 0]
             drawn = self._varied(painter, meant, generator)

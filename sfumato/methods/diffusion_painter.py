@@ -33,14 +33,15 @@ from sfumato.nets.low_rank import add_low_rank, merge_low_rank
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, equal_batches, use_average, warm_cosine
 from sfumato.priors import Prior, load_prior
-from sfumato.priors.denoising import draw_images, draw_levels, mean_denoising_loss
+from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_images, draw_levels
 from sfumato.priors.prior import with_classes
 from sfumato.privacy import Release
 
 Tune = Literal["few", "low-rank", "all"]
-FEW = (".context.", ".scale_shift.", "norm", ".last.", ".entry.", ".shortcut.", ".projection.")  # parameters of `few`
+FEW = (".context.", ".scale_shift.", "norm", ".last.", ".entry.", ".shortcut.")  # parameters of `few`
+SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
-EMBEDDED_AT_ONCE = 2000  # images
+EMBEDDED_AT_ONCE, POOL_BATCH = 2000, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
 
 
@@ -53,7 +54,7 @@ class PainterTraining:
     - strength: of the tilt; the larger, the more a class mean decides.
     - bound: clipping norm. views: noise levels of an image. learning_rate, ema: of the private gradients.
     - rank: of low-rank adapters. level_centre: median of the noise levels of private gradients.
-    - levels: noise levels of the sampler.
+    - levels: noise levels of the sampler. guidance: of classifier-free guidance; 1: none.
     """
 
     pool: int = 40_000
@@ -70,6 +71,7 @@ class PainterTraining:
     rank: int = 4
     level_centre: float = 0.67
     levels: int = 16
+    guidance: float = 2.0
 
 
 CPU_TRAINING = PainterTraining(pool=1000, rounds=1, practice_steps=80, practice_batch=32, views=1, levels=8)
@@ -131,7 +133,7 @@ class DiffusionPainter:
         network = self._prior_network()
         classes = self.prior.card.classes
         labels = torch.arange(max(self.settings.pool, 1), device=self.device) % classes
-        return checkpoints.once("public pool", lambda: {"images": self._draw_bytes(network, labels, 0)})["images"]
+        return checkpoints.once("public pool", partial(self._drawn, network, labels, 0))["images"]
 
     def new_embedding(self) -> Embedding:
         return Embedding(self.public.shape, self.encoder, self.device)
@@ -194,13 +196,12 @@ class DiffusionPainter:
         for number in range(settings.rounds):
             if number:
                 labels = torch.arange(settings.pool, device=self.device) % len(self.public.classes)
-                draw = partial(self._draw_bytes, network, labels, number)
-                drawn = checkpoints.once(f"pool {number}", lambda draw=draw: {"images": draw()})["images"]
+                drawn = checkpoints.once(f"pool {number}", partial(self._drawn, network, labels, number))["images"]
                 images = torch.cat([images, drawn])
                 rows = torch.cat([rows, self._embed(embedding, drawn)])
             weights = tilt(rows, means, settings.strength)
             if teacher is not None:
-                weights = weights * teacher.classify(rows).softmax(1)
+                weights = weights * (SHARPNESS * teacher.classify(rows)).softmax(1)
                 weights = weights / weights.sum(0)
             loop = checkpoints.loop(
                 f"curriculum {number + 1}/{settings.rounds}", settings.practice_steps, trainer=trainer, random=generator
@@ -213,7 +214,9 @@ class DiffusionPainter:
                 noise = torch.randn(batch.shape, generator=generator, device=self.device)
                 levels = draw_levels(len(batch), generator)
                 trainer.set_rate(settings.practice_rate * warm_cosine(step, settings.practice_steps))
-                trainer.descend(mean_denoising_loss(network, batch, noise, levels, labels))
+                dropped = torch.rand(len(labels), generator=generator, device=self.device) < DROPPED
+                labels = torch.where(dropped, -1, labels)  # for guidance
+                trainer.descend(compiled_denoising_loss(network, batch, noise, levels, labels))
             use_average(trainer)
             trainer.reset()
         return network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
@@ -257,7 +260,8 @@ class DiffusionPainter:
     def paint(self, network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Draw images for labels [N]."""
         assert isinstance(network, ScoreNetwork)
-        return draw_images(network, self.public.shape, labels, generator, self.settings.levels)
+        settings, guidance = self.settings, self.settings.guidance if len(self.public.classes) > 1 else 1.0
+        return draw_images(network, self.public.shape, labels, generator, levels=settings.levels, guidance=guidance)
 
     def new_generator(self) -> ScoreNetwork:
         """Return a network for the private classes, whose weights are to be loaded."""
@@ -270,10 +274,12 @@ class DiffusionPainter:
     def _prior_network(self) -> ScoreNetwork:
         return self.prior.network(self.public.shape[0]).to(self.device)
 
-    def _draw_bytes(self, network: ScoreNetwork, labels: torch.Tensor, number: int) -> torch.Tensor:
+    def _drawn(self, network: ScoreNetwork, labels: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """Draw images of a round for a checkpoint, uint8."""
         generator = torch.Generator(self.device).manual_seed(self.seed + number)
-        parts = labels.split(5000 if self.device.type == "cuda" else 250)
-        return torch.cat([to_bytes(self.paint(network, part, generator)).cpu() for part in parts])
+        shape, levels = self.public.shape, self.settings.levels
+        parts = [draw_images(network, shape, part, generator, levels=levels) for part in labels.split(POOL_BATCH)]
+        return {"images": torch.cat([to_bytes(part).cpu() for part in parts])}
 
     def _embed(self, embedding: Embedding, images: torch.Tensor) -> torch.Tensor:
         parts = images.split(EMBEDDED_AT_ONCE)

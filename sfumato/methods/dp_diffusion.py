@@ -25,7 +25,7 @@ from sfumato.methods.diffusion_painter import CPU_TRAINING, DiffusionPainter, Pa
 from sfumato.nets.training import state_below
 from sfumato.privacy import Release
 
-GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 5000, 250
+GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 20_000, 250
 COUNTS_ONLY_SHARE = 0.01  # of the budget, for the counts, where there is no curriculum
 
 

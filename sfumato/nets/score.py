@@ -62,7 +62,7 @@ class ScoreNetwork(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return F, and the potential whose gradient is F if `kind` is "energy"."""
         inputs = noisy / (levels.view(-1, 1, 1, 1).square() + SIGMA_DATA**2).sqrt()
-        inputs = inputs.to(self.unet.context[0].weight.dtype)
+        inputs = inputs.to(next(self.unet.context.parameters()).dtype)
         log_levels = levels.log() / 4
         if self.kind == "score":
             field: torch.Tensor = self.unet(inputs, log_levels, labels, code)

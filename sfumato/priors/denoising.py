@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.pixels import to_bytes, to_unit_range
+from sfumato.engine.compiled import Compiled
 from sfumato.engine.state import entries_below, flat, read_tensors, restore, state_of, write_tensors
 from sfumato.nets.samplers import dpm_solver, karras_levels
 from sfumato.nets.score import ScoreNetwork, denoising_loss
@@ -27,6 +29,8 @@ DROPPED = 0.1  # of the labels, so that the network also learns images of no cla
 LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard deviation of their logarithm
 LOWEST, HIGHEST = 0.002, 80.0  # noise levels
 SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
+GUIDED = (0.2, 6.0)  # noise levels with guidance
+GPU_BATCH = 2000  # images drawn at once on a GPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
@@ -159,9 +163,11 @@ class PublicBatches:
         noise = torch.randn(self._held, *self._pixels.shape[1:], generator=generator)
         total = 0.0
         for part in torch.arange(self._held).split(250):
-            some = [each[part].to(device) for each in (noise, levels)]
-            pixels, labels = to_unit_range(self._pixels[part.to(device)]), self._labels[part.to(device)]
-            total += float(denoising_loss(network, pixels, *some, labels).sum())
+            here = part.to(device)
+            pixels, labels = to_unit_range(self._pixels[here]), self._labels[here]
+            total += float(
+                denoising_loss(network, pixels, noise[part].to(device), levels[part].to(device), labels).sum()
+            )
         return total / self._held
 
 
@@ -181,6 +187,9 @@ def mean_denoising_loss(
         return denoising_loss(network, pixels, noise, levels, labels).mean()
 
 
+compiled_denoising_loss = Compiled(mean_denoising_loss)
+
+
 def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, checkpoint: Path) -> None:
     """Train, with a checkpoint after each twentieth of the steps; continue one that is there."""
     parts: dict[str, Any] = {"trainer": trainer, "batches": batches.state}
@@ -193,13 +202,10 @@ def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, ch
         for key, part in parts.items():
             restore(part, entries_below(tensors, key))
     network = cast(ScoreNetwork, trainer.network)
-    loss: Callable[..., torch.Tensor] = mean_denoising_loss
-    if next(network.parameters()).is_cuda:
-        loss = torch.compile(mean_denoising_loss)
     with bar("training the prior") as advance:
         for step in range(start, settings.steps):
             trainer.set_rate(settings.learning_rate * warm_cosine(step, settings.steps))
-            trainer.descend(loss(network, *batches.draw()))
+            trainer.descend(compiled_denoising_loss(network, *batches.draw()))
             advance(step + 1, settings.steps)
             if (step + 1) % interval == 0:
                 tensors = flat({key: state_of(part) for key, part in parts.items()})
@@ -216,21 +222,55 @@ def draw_images(
     shape: tuple[int, int, int],
     labels: torch.Tensor,
     generator: torch.Generator,
+    *,
     levels: int = SAMPLER_LEVELS,
+    guidance: float = 1.0,
 ) -> torch.Tensor:
-    """Draw images [N, C, H, W] in [-1, 1] for labels [N] with this number of noise levels; on a GPU in bfloat16."""
-    device = generator.device
-    fast = network
-    if device.type == "cuda":
-        fast = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU in bfloat16, compiled, in batches of one size.
+
+    - levels: number of noise levels of the sampler.
+    - guidance: of classifier-free guidance (Ho and Salimans 2022), at medium noise levels only (Kynkäänniemi et al.
+      2024); 1: none.
+    """
+    device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
+    if device.type != "cuda":
+        return _draw_batch(network, shape, labels, generator, schedule, guidance)
+    fast = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parts = []
+    for part in labels.split(GPU_BATCH):
+        padded = functional.pad(part, (0, GPU_BATCH - len(part)))
+        parts.append(_draw_batch(fast, shape, padded, generator, schedule, guidance)[: len(part)])
+    return torch.cat(parts)
+
+
+def _draw_batch(
+    network: ScoreNetwork,
+    shape: tuple[int, int, int],
+    labels: torch.Tensor,
+    generator: torch.Generator,
+    schedule: Sequence[float],
+    guidance: float,
+) -> torch.Tensor:
+    device, none = generator.device, torch.full_like(labels, -1)
 
     def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
-        score: torch.Tensor = fast(x, torch.full((len(x),), level, device=device), labels)
+        levels = torch.full((len(x),), level, device=device)
+        score = _compiled_score(network, x, levels, labels)
+        if guidance != 1 and GUIDED[0] < level < GUIDED[1]:
+            plain = score.clone()
+            score = torch.lerp(_compiled_score(network, x, levels, none), plain, guidance)
         return x + level**2 * score
 
-    schedule = karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
     noise = schedule[0] * torch.randn(len(labels), *shape, generator=generator, device=device)
     return dpm_solver(denoise, noise, schedule).clamp(-1, 1)
+
+
+def _score(network: ScoreNetwork, x: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    score: torch.Tensor = network(x.contiguous(memory_format=torch.channels_last), levels, labels)
+    return score
+
+
+_compiled_score = Compiled(_score)
 
 
 def _picture(network: ScoreNetwork, card: PriorCard, device: torch.device, seed: int, path: Path) -> None:

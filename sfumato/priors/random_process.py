@@ -105,8 +105,8 @@ def _spectrum(count: int, size: int, generator: torch.Generator) -> torch.Tensor
         torch.fft.rfft2(white) * frequency ** -_uniform(count, 0.5, 2.5, generator), s=(size, size)
     )
     fields = fields - fields.mean((1, 2, 3), keepdim=True)
-    spread: torch.Tensor = fields.std((1, 2, 3), keepdim=True).clamp_min(1e-6)
-    return fields / spread
+    scaled: torch.Tensor = fields / fields.std((1, 2, 3), keepdim=True).clamp_min(1e-6)
+    return scaled
 
 
 def _plain_spectrum(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
@@ -140,7 +140,8 @@ def _oriented_filters(generator: torch.Generator) -> torch.Tensor:
     frequency = math.pi * torch.rand(FILTERS, 1, 1, generator=generator, device=device)
     wave = torch.cos(frequency * (axis[:, None] * angle.cos() + axis * angle.sin()) + phase)
     filters = wave * torch.exp(-(axis[:, None].square() + axis.square()) / 4)
-    return (filters / filters.flatten(1).norm(dim=1)[:, None, None].clamp_min(0.1))[:, None]
+    scaled: torch.Tensor = filters / filters.flatten(1).norm(dim=1)[:, None, None].clamp_min(0.1)
+    return scaled[:, None]
 
 
 _DRAW = (_objects, _leaves, _plain_spectrum, _network)  # in the order of `PROCESSES`
