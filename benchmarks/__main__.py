@@ -5,6 +5,7 @@
     python -m benchmarks all [options]         run what is missing of all tables
     python -m benchmarks render [--check]      write tables and plots into README.md and docs/
     python -m benchmarks train-encoder NAME    train an encoder of the package on public images
+    python -m benchmarks train-prior NAME      train a prior of the package on public or procedural images
 
 Results are in `benchmarks/results/TABLE.json`. DATA is a folder with NAME.npz for data sets that have no name in
 `sfumato data list`: celeba, celeba64, celeba256 (10,000 faces by gender), mednist, brain_mri64, brain_mri256.
@@ -56,6 +57,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["train-prior"]:
+        from benchmarks import train_prior
+
+        return train_prior.main(sys.argv[2:])
     if sys.argv[1:2] == ["train-encoder"]:
         from benchmarks import train_encoder
 

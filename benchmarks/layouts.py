@@ -178,6 +178,27 @@ def persons() -> str:
     return f"{markdown(['', 'ε', 'accuracy'], lines)}\n\n{source(note, 'persons')}"
 
 
+def priors() -> str:
+    """Return the table of methods with a prior, beside atelier without one."""
+    titles = {**by_measure(CONVOLUTIONAL), "teacher": {"measure": "teacher"}, "Fréchet distance": {"measure": DISTANCE}}
+    titles |= {"precision / recall": {"measure": (PRECISION, RECALL)}}
+    found: dict[str, Query] = {}
+    for name, title in EVERY.items():
+        for epsilon in EPSILONS[1:]:
+            at = {"data": name, "epsilon": epsilon}
+            where = f"{title}, ε = {epsilon:g}"
+            own = [row for row in table("priors")["rows"] if row["data"] == name and row["epsilon"] == epsilon]
+            if not own:
+                continue
+            found[f"{where}: `atelier`, no prior"] = {"table": "atelier", "job": "default", "method": "atelier", **at}
+            for row in own:
+                if "sample" not in row:
+                    label = f"{where}: `{row['method']}`, {row['job']}"
+                    found[label] = {"table": "priors", "job": row["job"], "method": row["method"], **at}
+    text = grid("", found, titles)
+    return f"{text}\n\n{source('Accuracy in % on the real test split, hard labels.', 'priors', 'atelier')}"
+
+
 def without_gpu() -> str:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     rows = [row for row in table("without-gpu")["rows"] if row["job"] in ("two cores", "one core")]
@@ -433,6 +454,7 @@ LAYOUTS: dict[str, Callable[[], str]] = {
         table="evaluation",
     ),
     "persons": persons,
+    "priors": priors,
     "pge": pge,
     "pge-samplers": partial(
         simple,

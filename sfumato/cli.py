@@ -45,6 +45,7 @@ from sfumato.cli_options import (
     size_and_mode,
     with_option_groups,
 )
+from sfumato.cli_prior import prior_app
 from sfumato.data import DataError, PublicFacts, contact_sheet, get_named, named_sets
 from sfumato.data.atomic import write_json
 from sfumato.demo import run_demo, unused_folder
@@ -415,6 +416,8 @@ def budget_show(path: BudgetPath, as_json: Json = False) -> None:
     """List the runs that are charged to a budget, and what is left."""
     console.print_budget(DatasetBudget(path), as_json=as_json)
 
+
+app.add_typer(prior_app, name="prior")
 
 data_app = typer.Typer(help="List or download named data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")

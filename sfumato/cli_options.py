@@ -134,6 +134,14 @@ class MethodOptions:
             rich_help_panel=METHOD,
         ),
     ] = DEFAULT
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="Start from a model of public images (sfumato prior list), or from the folder of sfumato prior train.",
+            show_default="none",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
     epsilon: Annotated[
         float | None,
         typer.Option(
@@ -177,7 +185,7 @@ class MethodOptions:
 
     def create(self) -> Synthesizer:
         """Create the method with the parameters that were given."""
-        names = ("epsilon", "delta", "adjacency", "seed", "device")
+        names = ("prior", "epsilon", "delta", "adjacency", "seed", "device")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         params = parse_assignments(self.params)
         if twice := sorted(given.keys() & params.keys()):

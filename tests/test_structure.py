@@ -44,6 +44,7 @@ LAYERS = (
     ("synthesize",),
     ("console", "demo"),
     ("cli_options",),
+    ("cli_prior",),
     ("cli",),
     ("__main__",),
 )
@@ -56,10 +57,17 @@ ONLY = {
 }
 SHARED_BY_METHODS = {
     *("base", "generator_method", "condensation", "kernel_painter", "teacher"),
-    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching"),
+    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching", "diffusion_painter"),
 }
 MAX_PARAMETERS = 15
-FREE_TEXT = {"device", "encoder", "autoencoder", "residual", "preset"}  # names of devices, files, networks, presets
+FREE_TEXT = {
+    "device",
+    "encoder",
+    "autoencoder",
+    "residual",
+    "preset",
+    "prior",
+}  # names or files
 INTERFACES = ("privacy", "engine", "certificate", "data")  # a reader of a method takes these as they are documented
 MAX_FILES_OF_A_RUN = 25  # outside of these
 MAX_FILES_IN_ALL = 56  # with these: 53 when this was written. It stops silent growth; it does not say that 56 are few

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.engine import GradientVault
+from sfumato.methods.diffusion_painter import PainterTraining
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import PainterSettings
@@ -33,6 +35,8 @@ from sfumato.testing import (
 )
 
 SMALL = GeneratorSizes(width=8)
+PRIOR = Path(__file__).parent / "priors" / "tiny.safetensors"  # random weights
+ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2)
 PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 QUICK: dict[str, dict[str, Any]] = {
     "atelier": {
@@ -46,6 +50,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 100, "steps": 3, "batch_size": 20},
     "dp-mepf": {"encoder": "scattering", "steps": 2, "batch_size": 20, "snapshots": 1, "generator": SMALL},
     "dp-kernel": {"steps": 2, "paths": 2, "batch_size": 40, "painter": PAINTER, "generator": SMALL},
+    "dp-diffusion": {"prior": str(PRIOR), "steps": 2, "sampling_prob": 0.5, "adaptation": ADAPTATION},
     "dp-lflow": {
         "warm": "none",
         "steps": 2,
@@ -80,6 +85,24 @@ def quick(key: str, kind: Any = None) -> Any:
 @pytest.mark.parametrize("key", PRIVATE)
 def test_every_method_is_sound(key: str, fewer_digits: ImageSet) -> None:
     check_synthesizer(quick(key), fewer_digits)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tune": "low-rank"},
+        {"tune": "all", "curriculum": False},
+        {"steps": 0},
+    ],
+    ids=str,
+)
+def test_every_form_of_dp_diffusion_is_sound(settings: dict[str, Any], fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: quick("dp-diffusion")(**{**settings, **params}), fewer_digits)
+
+
+def test_atelier_with_a_prior_is_sound(fewer_digits: ImageSet) -> None:
+    prior = {**QUICK["dp-diffusion"], "teacher": TeacherSettings(steps=2)}
+    check_synthesizer(lambda **params: build("atelier", **{"device": "cpu", **prior, **params}), fewer_digits)
 
 
 @pytest.mark.parametrize("key", [key for key in METHODS if key not in PRIVATE])

@@ -16,13 +16,15 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self._function, self._compiled = function, torch.compile(function, dynamic=False)
-        self._failed = False
+        self._function, self._failed = function, False
+        self._compiled: Callable[..., torch.Tensor] | None = None
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
         on_gpu = any(isinstance(part, torch.Tensor) and part.is_cuda for part in inputs)
         if not on_gpu or self._failed:
             return self._function(*inputs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, dynamic=False)
         try:
             return self._compiled(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:

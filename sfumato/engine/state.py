@@ -43,7 +43,10 @@ def restore(part: Any, state: dict[str, torch.Tensor]) -> None:
     if isinstance(part, nn.Module):
         part.load_state_dict(state)
     elif isinstance(part, torch.optim.Optimizer):
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         own = {int(number): entries_below(state, number) for number in {name.partition("/")[0] for name in state}}
+        for number, values in own.items():
+            own[number] = {key: _laid_out(value, parameters[number]) for key, value in values.items()}
         part.load_state_dict({**part.state_dict(), "state": own})
     elif isinstance(part, torch.Generator):
         part.set_state(state["state"])
@@ -53,6 +56,14 @@ def restore(part: Any, state: dict[str, torch.Tensor]) -> None:
     else:
         for name, each in _inside(part).items():
             restore(each, entries_below(state, name))
+
+
+def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return an optimizer's value in the memory layout of its parameter: fused optimizers go through memory in order.
+
+    A file holds all tensors contiguous, whereas parameters may be channels-last.
+    """
+    return torch.empty_like(parameter).copy_(value) if value.shape == parameter.shape else value
 
 
 def _inside(part: Any) -> dict[str, Any]:

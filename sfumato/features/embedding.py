@@ -25,7 +25,7 @@ THUMBNAIL, THUMBNAIL_WEIGHT = 4, 0.5  # pixels a side; norm of the thumbnail rel
 IMAGES_PER_BATCH = 500  # of the encoder
 
 
-class Embedding(nn.Module):
+class ImageEmbedding(nn.Module):
     """Map images [N, C, H, W] in [-1, 1] to vectors [N, width] of norm at most one.
 
     - shape: of the images. encoder: name of a public encoder; empty: scattering coefficients.

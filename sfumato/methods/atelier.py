@@ -73,7 +73,7 @@ class Atelier(Synthesizer):
 
     - prior: text; a public diffusion model that the painter adapts: a name of `sfumato prior list`, or the folder of
       `sfumato prior train`; none.
-    - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 100.
+    - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50.
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
@@ -99,7 +99,7 @@ class Atelier(Synthesizer):
             "painter": CPU,
             "teacher": TeacherSettings(steps=FEW_STEPS),
         },
-        "prior": {"steps": 100, "teacher_share": PRIOR_TEACHER_SHARE, "teacher": TeacherSettings(steps=FEW_STEPS)},
+        "prior": {"steps": 50, "teacher_share": PRIOR_TEACHER_SHARE, "teacher": TeacherSettings(steps=FEW_STEPS)},
         "prior-cpu": {
             "steps": 20,
             "sampling_prob": 0.005,

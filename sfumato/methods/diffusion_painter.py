@@ -26,7 +26,7 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
-from sfumato.features.embedding import Embedding, tilt
+from sfumato.features.embedding import ImageEmbedding, tilt
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.low_rank import add_low_rank, merge_low_rank
@@ -57,9 +57,9 @@ class PainterTraining:
     - levels: noise levels of the sampler. guidance: of classifier-free guidance; 1: none.
     """
 
-    pool: int = 40_000
+    pool: int = 30_000
     rounds: int = 2
-    practice_steps: int = 1200
+    practice_steps: int = 700
     practice_batch: int = 512
     practice_rate: float = 3e-4
     practice_ema: float = 0.998
@@ -135,12 +135,12 @@ class DiffusionPainter:
         labels = torch.arange(max(self.settings.pool, 1), device=self.device) % classes
         return checkpoints.once("public pool", partial(self._drawn, network, labels, 0))["images"]
 
-    def new_embedding(self) -> Embedding:
-        return Embedding(self.public.shape, self.encoder, self.device)
+    def new_embedding(self) -> ImageEmbedding:
+        return ImageEmbedding(self.public.shape, self.encoder, self.device)
 
     def embed(
         self, vault: GradientVault, pool: torch.Tensor, checkpoints: Checkpoints
-    ) -> tuple[Embedding, GradientVault]:
+    ) -> tuple[ImageEmbedding, GradientVault]:
         """Fit an embedding to the prior's images; return it, and a vault of the embedded private images."""
         embedding = self.new_embedding()
 
@@ -153,7 +153,7 @@ class DiffusionPainter:
 
     def mixed_network(
         self,
-        embedding: Embedding | None = None,
+        embedding: ImageEmbedding | None = None,
         pool: torch.Tensor | None = None,
         teacher: EmbeddingTeacher | None = None,
     ) -> ScoreNetwork:
@@ -174,7 +174,7 @@ class DiffusionPainter:
         self,
         network: ScoreNetwork,
         embedded: GradientVault,
-        embedding: Embedding,
+        embedding: ImageEmbedding,
         pool: torch.Tensor,
         counts: torch.Tensor,
         checkpoints: Checkpoints,
@@ -281,7 +281,7 @@ class DiffusionPainter:
         parts = [draw_images(network, shape, part, generator, levels=levels) for part in labels.split(POOL_BATCH)]
         return {"images": torch.cat([to_bytes(part).cpu() for part in parts])}
 
-    def _embed(self, embedding: Embedding, images: torch.Tensor) -> torch.Tensor:
+    def _embed(self, embedding: ImageEmbedding, images: torch.Tensor) -> torch.Tensor:
         parts = images.split(EMBEDDED_AT_ONCE)
         return torch.cat([embedding(to_unit_range(part.to(self.device))) for part in parts])
 

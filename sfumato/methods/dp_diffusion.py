@@ -37,7 +37,7 @@ class DPDiffusion(Synthesizer):
     - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
     - curriculum: bool, True; train first on those images of the prior that resemble the private ones.
     - means_share: float, 0.2; part of the budget for the class means that the curriculum needs.
-    - steps: int, 100; number of private gradients; 0: none.
+    - steps: int, 50; number of private gradients; 0: none.
     - sampling_prob: float, 0.1; probability of an image to be in one.
     - tune: parameters that the gradients train: `few` (default: embeddings, norms, first and last layer), `low-rank`
       adapters of the convolutions, or `all`.
@@ -57,7 +57,7 @@ class DPDiffusion(Synthesizer):
     encoder: str = ""
     curriculum: bool = True
     means_share: float = 0.2
-    steps: int = 100
+    steps: int = 50
     sampling_prob: float = 0.1
     tune: Tune = "few"
     adaptation: PainterTraining = constant(PainterTraining(strength=100.0))

@@ -18,6 +18,7 @@ from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
 
 DEFAULT = "auto"
 DEFAULT_BY_DEVICE = {"cuda": "atelier", "cpu": "dp-merf"}  # most accurate within a few minutes, as measured
+DEFAULT_WITH_PRIOR = "atelier"
 ENTRY_POINTS = "sfumato.methods"  # entry point group of methods from other packages
 METHODS: dict[str, type[Synthesizer]] = {}
 
@@ -69,11 +70,12 @@ def list_methods() -> list[MethodInfo]:
 def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
     """Return a method by its key, with parameters by name.
 
-    - method: a key of `list_methods`; `auto`: `atelier` on a GPU, `dp-merf` without one.
+    - method: a key of `list_methods`; `auto`: `atelier` on a GPU or with a prior, otherwise `dp-merf`.
     - params: parameters of the method. An unknown name is an error that names the nearest one.
     """
     if method == DEFAULT:
-        method = DEFAULT_BY_DEVICE.get(chosen_device(params.get("device", "auto")).type, DEFAULT_BY_DEVICE["cpu"])
+        device = chosen_device(params.get("device", "auto")).type
+        method = DEFAULT_WITH_PRIOR if params.get("prior") else DEFAULT_BY_DEVICE.get(device, DEFAULT_BY_DEVICE["cpu"])
     kind = method_type(method)
     kind.check_params(params)
     return kind(**params).validate()

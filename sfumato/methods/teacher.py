@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
-from sfumato.features.embedding import Embedding
+from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.unit_norm import (
     CNNFeatures,
     EncoderFeatures,
@@ -181,7 +181,7 @@ def train_teacher(
 class EmbeddingTeacher(nn.Module):
     """A linear classifier on an embedding of images, for methods with a prior."""
 
-    def __init__(self, embedding: Embedding, classes: int) -> None:
+    def __init__(self, embedding: ImageEmbedding, classes: int) -> None:
         super().__init__()
         self.embedding = embedding
         self.weight = nn.Parameter(torch.zeros(classes, embedding.width, device=embedding.axes.device))

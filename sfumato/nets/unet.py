@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 GROUPS = 8
-HEAD_WIDTH = 64  # channels of an attention head
+HEAD_WIDTH = 64  # channels of an attention head, at least, unless there are fewer
 
 
 class UNet(nn.Module):
@@ -122,7 +122,7 @@ class AttentionBlock(ResidualBlock):
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:
         super().__init__(inputs, outputs, context)
-        self.heads = max(1, outputs // HEAD_WIDTH)
+        self.heads = next(heads for heads in range(max(1, outputs // HEAD_WIDTH), 0, -1) if outputs % heads == 0)
         self.attention_norm = nn.GroupNorm(GROUPS, outputs)
         self.queries_keys_values = nn.Conv2d(outputs, 3 * outputs, 1)
         self.projection = nn.Conv2d(outputs, outputs, 1)

@@ -110,7 +110,7 @@ def train_prior(
         network = card.new_network().to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
     batches = PublicBatches(images, settings, seed, place)
-    _train(trainer, batches, settings, target / CHECKPOINT)
+    _train(trainer, batches, settings, target / CHECKPOINT, f"{settings}, seed {seed}, {len(images)} images, {images}")
     average = cast(ScoreNetwork, trainer.average.eval())
     loss = batches.held_out_loss(average)
     notes = {
@@ -190,14 +190,16 @@ def mean_denoising_loss(
 compiled_denoising_loss = Compiled(mean_denoising_loss)
 
 
-def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, checkpoint: Path) -> None:
-    """Train, with a checkpoint after each twentieth of the steps; continue one that is there."""
+def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, checkpoint: Path, identity: str) -> None:
+    """Train, with a checkpoint after each twentieth of the steps; continue one of the same `identity` that is there."""
     parts: dict[str, Any] = {"trainer": trainer, "batches": batches.state}
     start, interval = 0, max(1, settings.steps // CHECKPOINTS)
     if checkpoint.exists():
         tensors, note = read_tensors(checkpoint)
-        if note["settings"] != str(settings):
-            raise DataError(f"{checkpoint.parent} holds a training with other settings; continue it with the same ones")
+        if note.get("training") != identity:
+            raise DataError(
+                f"{checkpoint.parent} holds a training with other settings, seed or images; continue it with the same"
+            )
         start = int(note["step"])
         for key, part in parts.items():
             restore(part, entries_below(tensors, key))
@@ -209,7 +211,7 @@ def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, ch
             advance(step + 1, settings.steps)
             if (step + 1) % interval == 0:
                 tensors = flat({key: state_of(part) for key, part in parts.items()})
-                write_tensors(checkpoint, _on_cpu(tensors), {"step": step + 1, "settings": str(settings)})
+                write_tensors(checkpoint, _on_cpu(tensors), {"step": step + 1, "training": identity})
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

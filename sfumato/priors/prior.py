@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,20 @@ def list_priors() -> list[PriorCard]:
 def load_prior(source: str | Path) -> Prior:
     """Load a prior by its name, or by the path of its folder or file. Raise `DataError` if that fails."""
     path = _find(source)
+    facts = path.stat()
+    return _read(path, (facts.st_mtime_ns, facts.st_size))
+
+
+@lru_cache(maxsize=2)  # a plan, a fit and each batch of samples need it
+def _read(path: Path, version: tuple[int, int]) -> Prior:  # noqa: ARG001
     card = _card(path)
     state = {name: value.float() for name, value in read_state(path).items()}
-    with torch.device("meta"):
-        check_fit(card.new_network(), state, path)
+    try:
+        with torch.device("meta"):
+            network = card.new_network()
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"the card in {path} describes no valid network: {error}") from error
+    check_fit(network, state, path)
     return Prior(card, state, sha256_of(path))
 
 

@@ -25,6 +25,7 @@ from sfumato.methods import base as base_module
 from sfumato.methods import checkpoints as module
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.diffusion_painter import PainterTraining
 from sfumato.methods.dp_lflow import LatentFlow
 from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import PainterSettings
@@ -35,6 +36,8 @@ from sfumato.privacy import Ledger, Release
 from sfumato.testing import build
 
 SIZES = GeneratorSizes(width=8)
+PRIOR = str(Path(__file__).parents[1] / "priors" / "tiny.safetensors")  # random weights
+ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=3, practice_batch=4, levels=2)
 PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 SMALL: dict[str, dict[str, Any]] = {
     "dp-merf": {"features": 60, "steps": 12, "batch_size": 20},
@@ -48,6 +51,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "teacher": TeacherSettings(steps=6, cnn_images=20),
         "generator": SIZES,
     },
+    "dp-diffusion": {"prior": PRIOR, "steps": 4, "sampling_prob": 0.5, "adaptation": ADAPTATION},
     "dp-lflow": {
         "warm": "none", "steps": 8, "sampling_prob": 0.5, "code": 3, "width": 2, "couplings": 1, "hidden": 4,
         "procedural_batches": 2,
@@ -77,10 +81,13 @@ def small(key: str, **params: Any) -> Synthesizer:
     if key == "warm flow":
         own = {"warm": "dp-merf", "warm_start": WarmStartSettings(images=40, steps=6, batch_size=4)}
         return build(WarmFlow, **{**SMALL["dp-lflow"], "device": "cpu", "epsilon": 10.0, **own, **params})
+    if key == "atelier with a prior":
+        own = {**SMALL["dp-diffusion"], "teacher": TeacherSettings(steps=4)}
+        return build("atelier", **{"device": "cpu", "epsilon": 10.0, **own, **params})
     return build(key, **{"device": "cpu", "epsilon": 10.0, **(SMALL | NOT_PRIVATE)[key], **params})
 
 
-METHODS = [*SMALL, "warm flow"]
+METHODS = [*SMALL, "warm flow", "atelier with a prior"]
 
 
 def assert_finished(folder: Path, model: Synthesizer, images: ImageSet, *, clean: bool = True) -> None:

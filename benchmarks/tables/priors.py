@@ -1,0 +1,24 @@
+"""Methods that start from a prior, beside the same method without one: accuracy, the teacher, distances."""
+
+from benchmarks.runner import Job, jobs
+
+SETS = ["cifar10", "celeba64", "brain_mri64"]
+SIZES = {"public_size": True}
+MEASURES = {"measures": ("small_cnn", "convnet", "resnet18", "teacher"), "first": ("fidelity",)}
+PHOTOGRAPHS = {"prior": "tiny-imagenet", "encoder": "effnet_lite0"}
+OWN_ENCODER = {"prior": "tiny-imagenet"}
+NOBODY = {"prior": "random-process"}
+
+
+def with_prior(name: str, method: str, given: dict[str, str], data: list[str] = SETS) -> list[Job]:
+    measures = MEASURES if method == "atelier" else {**MEASURES, "measures": MEASURES["measures"][:3]}
+    return jobs(name, method, data, [1.0, 10.0], params={**SIZES, **given}, **measures)
+
+
+JOBS = [
+    *with_prior("tiny-imagenet", "atelier", PHOTOGRAPHS, SETS[:1]),
+    *with_prior("random-process", "atelier", NOBODY),
+    *with_prior("tiny-imagenet", "dp-diffusion", PHOTOGRAPHS, SETS[:1]),
+    *with_prior("random-process", "dp-diffusion", NOBODY),
+    *with_prior("tiny-imagenet, its own encoder", "atelier", OWN_ENCODER, SETS[:1]),
+]

@@ -1,0 +1,95 @@
+"""The commands `sfumato prior list` and `sfumato prior train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from sfumato import console
+from sfumato.cli_options import Classes, Device, Json, OnError, Unlabelled, read_images
+from sfumato.methods.base import chosen_device
+from sfumato.priors import list_priors, train_prior
+from sfumato.priors.denoising import PICTURE, PriorTraining
+
+prior_app = typer.Typer(help="List priors, or train one on public images.", no_args_is_help=True)
+DEFAULTS = PriorTraining()
+
+
+@prior_app.command("list")
+def prior_list(as_json: Json = False) -> None:
+    """List the priors that are part of the package."""
+    cards = list_priors()
+    if as_json:
+        return console.print_json([vars(card) for card in cards])
+    table = Table(Column("name", no_wrap=True), "pixels", "trained on", "licence", box=None, pad_edge=False)
+    for card in cards:
+        table.add_row(card.name, str(card.size), escape(card.trained_on), escape(card.licence))
+    console.out.print(table)
+
+
+@prior_app.command(
+    "train",
+    epilog="Example: sfumato prior train public-scans/ --size 64 --mode grey --out my-prior/ ; "
+    "then: sfumato synth scans/ --size 64 --mode grey --prior my-prior/ --out shared/",
+)
+def prior_train(
+    data: Annotated[str, typer.Argument(help="Public images: a folder, file or named data set, as for fit.")],
+    target: Annotated[Path, typer.Option("--out", "-o", help="Write the prior to this new folder.")],
+    size: Annotated[int, typer.Option(help="Resize images to this many pixels, 16 to 64.")],
+    mode: Annotated[str, typer.Option(help="Convert images to grey or rgb.")] = "rgb",
+    name: Annotated[str | None, typer.Option(help="Name the prior.", show_default="name of the folder")] = None,
+    trained_on: Annotated[
+        str | None,
+        typer.Option(help="Describe the images for certificates.", show_default="name of the source and image count"),
+    ] = None,
+    licence: Annotated[str, typer.Option(help="State the licence of the weights.")] = "not stated",
+    encoder: Annotated[str, typer.Option(help="Name a public encoder that methods use with this prior.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps.")] = DEFAULTS.steps,
+    batch_size: Annotated[int, typer.Option(min=1, help="Use this many images in a step.")] = DEFAULTS.batch_size,
+    width: Annotated[
+        int, typer.Option(min=8, help="Set the channels of the network at full resolution, a multiple of 8.")
+    ] = DEFAULTS.widths[0],
+    flip: Annotated[bool, typer.Option("--flip", help="Mirror images at random; not for text.")] = False,
+    unlabelled: Unlabelled = False,
+    classes: Classes = None,
+    on_error: OnError = "raise",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted training in the same folder.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Set the seed of weights, order and noise.")] = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train a prior on public images. Certificates will state what it was trained on."""
+    if width % 8:
+        raise typer.BadParameter(f"--width must be a multiple of 8, got {width}")
+    images = read_images(data, size=size, mode=mode, unlabelled=unlabelled, classes=classes, on_error=on_error)
+    settings = PriorTraining(
+        steps=steps, batch_size=batch_size, widths=(width, *[2 * width] * (len(DEFAULTS.widths) - 1)), flip=flip
+    )
+    try:
+        prior = train_prior(
+            images,
+            target,
+            name=name or target.resolve().name,
+            trained_on=trained_on or f"{Path(data).resolve().name}, {len(images):,} images",
+            licence=licence,
+            encoder=encoder,
+            settings=settings,
+            resume=resume,
+            seed=seed,
+            device=chosen_device(device),
+        )
+    except KeyboardInterrupt:
+        console.err.print("interrupted; continue with the same command and --resume")
+        raise typer.Exit(130) from None
+    loss = prior.card.notes["held_out_loss"]
+    if as_json:
+        return console.print_json({"prior": str(target), "sha256": prior.sha256, "held_out_loss": loss})
+    console.out.print(
+        f"prior: {escape(str(target))} (held-out loss {loss})\nsamples: {escape(str(target / PICTURE))}", soft_wrap=True
+    )
