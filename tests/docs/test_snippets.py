@@ -20,12 +20,14 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato import cli, synthesize
+from sfumato import cli, cli_prior, synthesize
 from sfumato.data import DataWarning, ImageSet, PublicFacts, load
 from sfumato.data.named import read_digits
 from sfumato.evaluate import Accuracy, Recipe, downstream_accuracy, protocol
 from sfumato.methods import METHODS, Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
+from sfumato.priors import Prior, train_prior
+from sfumato.priors.denoising import PriorTraining
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,6 +38,7 @@ SHOWN = {"text", "toml", "json", "csv"}  # languages of blocks that are no code 
 SKIPPED = ("make ", "pip ", ". ", "python -m benchmarks ")  # other programs
 STEPS = 2  # of every training loop
 SMALL = {"features": 100, "features_per_step": 50, "cnn_images": 50, "batch_size": 20, "images": 100, "levels": 2}
+SMALL |= {"pool": 20, "practice_batch": 4}
 IMAGES = 300  # of the digits
 
 
@@ -71,12 +74,12 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the folders that pages name: scans/, new-scans/, held-out/ with class and person folders; flat/."""
+    """Make the folders that pages name: scans/, held-out/, new-scans/, public-scans/ with class folders; flat/."""
     (tmp_path / "flat").mkdir()
     lines = ["file,label,patient"]
-    for number in range(240):
+    for number in range(300):
         name = ("healthy", "glioma", "other")[number % 3]
-        source = ("scans", "held-out", "new-scans")[(number > 149) + (number > 199)]
+        source = ("scans", "held-out", "new-scans", "public-scans")[(number > 149) + (number > 199) + (number > 239)]
         target = tmp_path / source / name / f"patient{number % 60:02}" / f"{number}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(digits.images[number, 0].numpy()).resize((32, 32))
@@ -106,6 +109,11 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def few_digits(split: str) -> ImageSet:
         return read_digits(split).subset(torch.arange(IMAGES))
 
+    def small_prior(*given: Any, settings: PriorTraining, **options: Any) -> Prior:
+        small = replace(settings, steps=STEPS, batch_size=4, widths=(8, 8), context=8, attention=1)
+        return train_prior(*given, settings=small, **options)
+
+    monkeypatch.setattr(cli_prior, "train_prior", small_prior)
     monkeypatch.setattr(Checkpoints, "loop", short_loop)
     monkeypatch.setattr(Synthesizer, "_resolved", small_resolved)
     monkeypatch.setattr(load, "read_digits", few_digits)
