@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from sfumato.engine.calibration import SEARCH_TOLERANCE, calibrate, epsilon, noise_multiplier
-from sfumato.privacy import Budget, Release
+from sfumato.engine.calibration import SEARCH_TOLERANCE, calibrate, epsilon, noise_multiplier, with_share
+from sfumato.privacy import Budget, BudgetExceeded, Release
+from sfumato.privacy.accounting import bounds, tightest
+from sfumato.privacy.budget import Adjacency
 
 QUERIES = [(1.0, 1, 1.0), (1.0, 20, 0.3), (0.05, 200, 4.0)]  # sampling probability, steps, epsilon
 
@@ -57,3 +60,39 @@ def test_a_changed_plan_does_not_change_the_cached_one() -> None:
     kept = dict(first.bounds)
     first.bounds.clear()
     assert calibrate(releases, budget).bounds == kept != {}
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_share_is_a_share_of_the_inverse_variance(share: float, adjacency: Adjacency) -> None:
+    """Gaussian releases compose by 1 / noise²; weights between the releases of the share are kept."""
+    budget = Budget(1.0, adjacency=adjacency)
+    releases = [Release("one", 3), Release("two", weight=2.0)]
+    alone, shared = calibrate(releases, budget).releases, with_share(releases, budget, share)
+    assert [each.name for each in shared] == ["one", "two"]
+    for full, part in zip(alone, shared, strict=True):
+        assert part.noise**-2 / full.noise**-2 == pytest.approx(share, rel=1e-9)
+    assert shared[1].noise == pytest.approx(2 * shared[0].noise)
+    rest = calibrate([*shared, Release("rest")], budget)["rest"].noise
+    all_of_it = calibrate([Release("rest")], budget)["rest"].noise
+    assert rest**-2 / all_of_it**-2 == pytest.approx(1 - share, rel=2e-3)
+
+
+def test_a_share_and_the_rest_meet_the_budget() -> None:
+    """Also with Poisson samples, where the composition is not Gaussian; a little less noise in the share does not."""
+    budget = Budget(2.0)
+    shared = with_share([Release("gradients", 100, 0.1)], budget, 0.6)
+    plan = calibrate([*shared, Release("means")], budget)
+    assert plan["gradients"] == shared[0]
+    assert tightest(plan.bounds) <= budget.epsilon
+    assert tightest(plan.bounds) > 0.99 * budget.epsilon
+    less = [replace(each, noise_multiplier=each.noise * 0.99) for each in plan.releases]
+    assert tightest(bounds(less, budget.delta, budget.adjacency)) > budget.epsilon
+    too_much = with_share([Release("gradients", 100, 0.1)], budget, 1.5)
+    with pytest.raises(BudgetExceeded):
+        calibrate([*too_much, Release("means")], budget)
+
+
+def test_a_share_without_privacy_has_no_noise() -> None:
+    shared = with_share([Release("a", 5, 0.1), Release("b")], Budget(math.inf), 0.3)
+    assert [each.noise_multiplier for each in shared] == [0.0, 0.0]

@@ -14,8 +14,10 @@ from sfumato.nets.samplers import (
     SAMPLERS,
     Target,
     annealed_sampling,
+    dpm_solver,
     draw_momenta,
     hamiltonian_monte_carlo,
+    karras_levels,
     leapfrog,
     noise_levels,
     probability_flow_step,
@@ -199,3 +201,119 @@ def test_samplers_converge_from_noise_to_the_target(sampler: str) -> None:
     assert (samples.mean(0) - expected.mean(0)).abs().max() < 0.1
     assert (samples.std(0) / expected.std(0) - 1).abs().max() < 0.06
     assert ((samples < -0.8).float().mean(0) - (expected < -0.8).float().mean(0)).abs().max() < 0.03
+
+
+def test_karras_levels_follow_the_paper() -> None:
+    for count, power in ((2, 7.0), (18, 7.0), (50, 3.0)):
+        levels = karras_levels(count, 0.002, 80.0, power)
+        assert len(levels) == count
+        assert (levels[0], levels[-1]) == (pytest.approx(80.0), pytest.approx(0.002))
+        assert all(higher > lower > 0 for higher, lower in itertools.pairwise(levels))
+        roots = [level ** (1 / power) for level in levels]
+        assert [a - b for a, b in itertools.pairwise(roots)] == pytest.approx(
+            [(roots[0] - roots[-1]) / (count - 1)] * (count - 1)
+        )
+    assert karras_levels(1, 0.002, 80.0) == [pytest.approx(80.0)]
+    assert karras_levels(5, 0.1, 10.0, 7.0)[2] < karras_levels(5, 0.1, 10.0, 1.0)[2] == pytest.approx(5.05)
+
+
+CENTRE, SPREAD = 0.7, 0.5  # of the Gaussian that `denoise` assumes
+
+
+def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
+    """Return the mean of N(CENTRE, SPREAD²) given x with added noise."""
+    return CENTRE + SPREAD**2 / (SPREAD**2 + level**2) * (x - CENTRE)
+
+
+def flow_end(x: torch.Tensor, start: float, end: float) -> torch.Tensor:
+    """Return the exact end of the probability flow for that Gaussian."""
+    return CENTRE + (x - CENTRE) * math.hypot(SPREAD, end) / math.hypot(SPREAD, start)
+
+
+Solver = Callable[[Callable[[torch.Tensor, float], torch.Tensor], torch.Tensor, list[float]], torch.Tensor]
+
+
+def planted(factor: Callable[[float], float]) -> Solver:
+    """Return DPM-Solver++(2M) with another factor, of the ratio of two steps, in place of its half."""
+
+    def solver(
+        denoised: Callable[[torch.Tensor, float], torch.Tensor], x: torch.Tensor, levels: list[float]
+    ) -> torch.Tensor:
+        earlier, before = None, 0.0
+        for level, lower in itertools.pairwise(levels):
+            mean, step = denoised(x, level), math.log(level / lower)
+            current = mean if earlier is None else mean + factor(step / before) * (mean - earlier)
+            x, earlier, before = lower / level * x + (1 - lower / level) * current, mean, step
+        return denoised(x, levels[-1])
+
+    return solver
+
+
+def uneven_levels(count: int) -> list[float]:
+    """Return an odd number of levels from 5 to 0.1; the steps of their logarithm are in turn short and long."""
+    return [5.0 * (0.1 / 5.0) ** ((number - 0.25 * (number % 2)) / (count - 1)) for number in range(count)]
+
+
+def solver_errors(solver: Solver, levels_of: Callable[[int], list[float]]) -> list[float]:
+    """Return the errors of one trajectory with 21, 41 and 81 levels. The last step to zero is left out."""
+    start, errors = torch.tensor([[3.0]], dtype=torch.float64), []
+    for count in (21, 41, 81):
+        ends: list[torch.Tensor] = []
+
+        def kept(x: torch.Tensor, level: float, ends: list[torch.Tensor] = ends) -> torch.Tensor:
+            ends.append(x)
+            return denoise(x, level)
+
+        levels = levels_of(count)
+        solver(kept, start, levels)
+        errors.append(float((ends[-1] - flow_end(start, levels[0], levels[-1])).abs()))
+    return errors
+
+
+WRONG_FACTORS = {"step / step_before": lambda ratio: ratio, "1 / 2": lambda ratio: 0.5, "none": lambda ratio: 0.0}
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_dpm_solver_is_of_second_order(even: bool) -> None:
+    """Twice the levels: a quarter of the error. With a wrong coefficient, about half of it.
+
+    A factor of 1 / 2 is wrong for uneven levels only.
+    """
+    levels_of = (lambda count: karras_levels(count, 0.1, 5.0)) if even else uneven_levels
+    right = solver_errors(dpm_solver, levels_of)
+    assert right[0] < 0.01
+    assert all(3.2 < large / small < 5.0 for large, small in itertools.pairwise(right)), right
+    assert solver_errors(planted(lambda ratio: ratio / 2), levels_of) == pytest.approx(right)
+    for name, factor in WRONG_FACTORS.items():
+        if name != "1 / 2" or not even:
+            wrong = solver_errors(planted(factor), levels_of)
+            assert all(large / small < 2.6 for large, small in itertools.pairwise(wrong)), (name, wrong)
+            assert wrong[-1] > 3 * right[-1], name
+
+
+def test_dpm_solver_samples_a_gaussian() -> None:
+    """Tolerances: five standard errors plus 2 % of the standard deviation for the error of 18 levels."""
+    levels = karras_levels(18, 0.02, 40.0)
+    noise = levels[0] * torch.randn(POINTS, 2, generator=seeded(1))
+    samples = dpm_solver(denoise, noise, levels)
+    error = SPREAD * (MAX_ERRORS / math.sqrt(POINTS) + 0.02)
+    assert (samples.mean(0) - CENTRE).abs().max() < error
+    assert (samples.std(0) - SPREAD).abs().max() < error
+    wrong = planted(lambda ratio: ratio)(denoise, noise, levels)
+    assert (wrong.std(0) - SPREAD).abs().min() > error
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_dpm_solver_is_exact_for_a_point(count: int) -> None:
+    """Along the way x is the point plus the level times fixed noise; at the end the point itself."""
+    point, noise = torch.tensor([0.3, -0.8], dtype=torch.float64), torch.randn(4, 2, generator=seeded()).double()
+    levels, seen = karras_levels(count, 0.02, 40.0), []
+
+    def to_point(x: torch.Tensor, level: float) -> torch.Tensor:
+        seen.append((x, level))
+        return point.expand_as(x)
+
+    end = dpm_solver(to_point, point + levels[0] * noise, levels)
+    assert torch.equal(end, point.expand(4, 2))
+    assert [level for _, level in seen] == levels
+    assert all(torch.allclose(x, point + level * noise, atol=1e-12) for x, level in seen)

@@ -8,6 +8,7 @@ from torch import nn
 
 from sfumato.data import ImageSet
 from sfumato.engine import GradientVault
+from sfumato.engine.state import restore, state_of
 from sfumato.methods.class_counts import COUNTS_WEIGHT, class_counts, counts_release
 from sfumato.nets.training import Trainer, equal_batches, even_labels, state_below, use_average, warm_cosine
 from sfumato.privacy import Budget, Plan, Release
@@ -84,3 +85,45 @@ def test_counts_are_declared_or_released(few_digits: ImageSet) -> None:
     released = class_counts(vault, public)
     assert vault.ledger.charged("counts") == 1
     assert released.min() >= 1
+
+
+@pytest.mark.parametrize("frozen", ["0.", "1."])
+def test_only_parameters_with_requires_grad_are_trained_and_averaged(frozen: str) -> None:
+    """Frozen parameters stay in the network and in its average; the average follows the others by name."""
+    model = network()
+    for name, value in model.named_parameters():
+        value.requires_grad_(not name.startswith(frozen))
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    trainer = Trainer(model, ema=0.5)
+    assert trainer.parameters.keys() == {name for name in start if not name.startswith(frozen)}
+    trainer.set_rate(0.1)
+    trainer.descend((model(torch.ones(4, 3)) - 1).square().mean())
+    own, average = dict(model.named_parameters()), dict(trainer.average.named_parameters())
+    assert own.keys() == average.keys() == start.keys()
+    for name, value in own.items():
+        assert torch.equal(value, start[name]) == name.startswith(frozen), name
+        assert torch.allclose(average[name], (start[name] + value.detach()) / 2, atol=1e-6), name
+        assert not average[name].requires_grad
+    assert not any(value.grad is not None for name, value in own.items() if name.startswith(frozen))
+    use_average(trainer)
+    assert all(torch.equal(own[name], average[name]) for name in start)
+
+
+def test_a_trainer_of_frozen_parts_continues_from_its_state() -> None:
+    def steps(trainer: Trainer, count: int) -> None:
+        trainer.set_rate(0.1)
+        for _ in range(count):
+            trainer.descend((trainer.network(torch.ones(4, 3)) - 1).square().mean())
+
+    trainers = []
+    for _ in range(2):
+        model = network()
+        model[0].requires_grad_(False)
+        trainers.append(Trainer(model, ema=0.5, warm_up=True))
+    steps(trainers[0], 3)
+    restore(trainers[1], {name: value.clone() for name, value in state_of(trainers[0]).items()})
+    for trainer in trainers:
+        steps(trainer, 2)
+    states = [state_of(trainer) for trainer in trainers]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
