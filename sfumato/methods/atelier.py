@@ -101,8 +101,8 @@ class Atelier(Synthesizer):
         },
         "prior": {"steps": 50, "teacher_share": PRIOR_TEACHER_SHARE, "teacher": TeacherSettings(steps=FEW_STEPS)},
         "prior-cpu": {
-            "steps": 20,
-            "sampling_prob": 0.005,
+            "steps": 5,
+            "sampling_prob": 0.002,
             "teacher_share": PRIOR_TEACHER_SHARE,
             "teacher": TeacherSettings(steps=FEW_STEPS),
             "adaptation": CPU_TRAINING,
@@ -278,7 +278,8 @@ class Atelier(Synthesizer):
     def _class_origins(self, painter: Painter) -> torch.Tensor:
         """Estimate P(class the painter meant | class the teacher sees), [seen, meant], on generated images."""
         classes = len(self.counts_)
-        meant = even_labels(classes, IMAGES_PER_CLASS * classes, self.torch_device)
+        count = IMAGES_PER_CLASS * classes
+        meant = even_labels(classes, min(count, self.adaptation.pool) if self.prior else count, self.torch_device)
         images = self._paint(painter, meant, torch.Generator(self.torch_device).manual_seed(self.seed))
         seen = self.teacher_.predict(images, self.sample_batch)
         pairs = functional.one_hot(seen, classes).T.double() @ functional.one_hot(meant, classes).double()

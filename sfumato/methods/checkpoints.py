@@ -86,3 +86,4 @@ def remove_checkpoint(folder: Path) -> None:
     """Remove what served to resume a run: it is finished."""
     for name in (FILE, LOG):
         (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".partial").unlink(missing_ok=True)  # of a process that was killed

@@ -34,11 +34,11 @@ from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, equal_batches, use_average, warm_cosine
 from sfumato.priors import Prior, load_prior
 from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_images, draw_levels
-from sfumato.priors.prior import with_classes
 from sfumato.privacy import Release
 
 Tune = Literal["few", "low-rank", "all"]
 FEW = (".context.", ".scale_shift.", "norm", ".last.", ".entry.", ".shortcut.")  # parameters of `few`
+CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
 EMBEDDED_AT_ONCE, POOL_BATCH = 2000, 2000  # images
@@ -74,7 +74,9 @@ class PainterTraining:
     guidance: float = 2.0
 
 
-CPU_TRAINING = PainterTraining(pool=1000, rounds=1, practice_steps=80, practice_batch=32, views=1, levels=8)
+CPU_TRAINING = PainterTraining(
+    pool=200, rounds=1, practice_steps=20, practice_batch=16, views=1, levels=6, guidance=1.5
+)
 
 
 class DiffusionPainter:
@@ -103,7 +105,8 @@ class DiffusionPainter:
         self.prior: Prior = load_prior(name)
         self.prior.check_shape(public.shape)
         self.settings, self.public, self.steps, self.sampling_prob = settings, public, steps, sampling_prob
-        self.tune, self.seed, self.device = tune, seed, device
+        self.tune: Tune = "low-rank" if self.prior.foreign else tune
+        self.seed, self.device = seed, device
         self.encoder = encoder or self.prior.card.encoder
 
     # -- the plan -----------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ class DiffusionPainter:
             labels = torch.arange(len(pool), device=self.device) % public
             shares = torch.zeros(public, own, device=self.device).index_add_(0, labels, seen).T
             shares = shares / shares.sum(1, keepdim=True)
-        return with_classes(self._prior_network(), shares)
+        return self._prior_network().with_classes(shares)
 
     def practise(
         self,
@@ -231,6 +234,9 @@ class DiffusionPainter:
         network = network.requires_grad_(self.tune == "all")
         if self.tune == "low-rank":
             add_low_rank(network.unet, settings.rank, self.seed)
+            for name, parameter in network.named_parameters():
+                if name.startswith(CLASS_EMBEDDING):
+                    parameter.requires_grad_(True)
         elif self.tune == "few":
             for name, parameter in network.named_parameters():
                 parameter.requires_grad_(any(part in name for part in FEW))
@@ -266,7 +272,7 @@ class DiffusionPainter:
     def new_generator(self) -> ScoreNetwork:
         """Return a network for the private classes, whose weights are to be loaded."""
         shares = torch.zeros(len(self.public.classes), self.prior.card.classes)
-        return with_classes(self._prior_network(), shares.to(self.device))
+        return self._prior_network().with_classes(shares.to(self.device))
 
     def decode(self, painted: torch.Tensor) -> torch.Tensor:
         return painted

@@ -50,7 +50,7 @@ class DPDiffusion(Synthesizer):
     summary: ClassVar[str] = "a public diffusion model, adapted by a free curriculum and noisy gradients; GPU advised"
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "cpu": {"steps": 20, "sampling_prob": 0.005, "adaptation": CPU_TRAINING},
+        "cpu": {"steps": 5, "sampling_prob": 0.002, "adaptation": CPU_TRAINING},
     }
 
     prior: str = "random-process"

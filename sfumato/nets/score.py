@@ -21,6 +21,7 @@ from sfumato.nets.unet import UNet
 
 SIGMA_DATA = 0.5  # d: assumed standard deviation of the images, public
 SCORE_KINDS = ("score", "energy")
+LABELS = "unet.context.0.weight"  # [context, frequencies + classes]: the last columns embed the classes
 
 
 class ScoreNetwork(nn.Module):
@@ -36,6 +37,19 @@ class ScoreNetwork(nn.Module):
         super().__init__()
         self.kind = kind
         self.unet = UNet(channels, classes, **options)
+
+    def with_classes(self, shares: torch.Tensor) -> ScoreNetwork:
+        """Return a copy for other classes, each of them embedded as a mixture of the network's own.
+
+        - shares: [new classes, own classes], rows of sum one.
+        """
+        unet, state = self.unet, dict(self.state_dict())
+        embedded, labels = state[LABELS].split([state[LABELS].shape[1] - unet.classes, unet.classes], 1)
+        state[LABELS] = torch.cat([embedded, labels @ shares.to(labels).T], 1)
+        options: dict[str, Any] = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
+        changed = ScoreNetwork(unet.entry.in_channels, len(shares), kind=self.kind, **options)
+        changed.to(labels.device).load_state_dict(state)
+        return changed
 
     def forward(
         self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None

@@ -22,7 +22,6 @@ FORMAT = "sfumato-prior-1"
 FILE = "prior.safetensors"  # in the folder that `train_prior` writes
 SHIPPED = Path(__file__).parent / "data"
 MAX_RATIO = 2.0  # between the side of images and of the prior's own
-LABELS = "unet.context.0.weight"  # [context, frequencies + classes]: the last columns embed the classes
 ENTRY, LAST, LAST_BIAS = "unet.entry.weight", "unet.last.2.weight", "unet.last.2.bias"
 
 
@@ -80,6 +79,11 @@ class Prior:
             "taken_as": "public",
         }
 
+    @property
+    def foreign(self) -> bool:
+        """Whether the network is of another library; methods then train adapters only."""
+        return False
+
     def check_shape(self, shape: tuple[int, int, int]) -> None:
         """Raise `DataError` for images whose size is too far from that of the prior's own images."""
         sides = sorted((*shape[1:], self.card.size))
@@ -109,22 +113,6 @@ class Prior:
         return network
 
 
-def with_classes(network: ScoreNetwork, shares: torch.Tensor) -> ScoreNetwork:
-    """Return a copy of a network for other classes, each of them embedded as a mixture of the network's own.
-
-    - shares: [new classes, classes of the network], rows of sum one.
-    """
-    unet = network.unet
-    state = dict(network.state_dict())
-    frequencies = state[LABELS].shape[1] - unet.classes
-    embedded, labels = state[LABELS].split([frequencies, unet.classes], 1)
-    state[LABELS] = torch.cat([embedded, labels @ shares.to(labels).T], 1)
-    options: dict[str, Any] = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
-    changed = ScoreNetwork(unet.entry.in_channels, len(shares), **options).to(state[LABELS].device)
-    changed.load_state_dict(state)
-    return changed
-
-
 def save_prior(folder: str | Path, card: PriorCard, state: Mapping[str, torch.Tensor]) -> Path:
     """Write a prior to a folder (or a file NAME.safetensors); return the path of the file."""
     path = Path(folder) if Path(folder).suffix == SAFETENSORS else Path(folder) / FILE
@@ -140,6 +128,11 @@ def list_priors() -> list[PriorCard]:
 
 def load_prior(source: str | Path) -> Prior:
     """Load a prior by its name, or by the path of its folder or file. Raise `DataError` if that fails."""
+    if Path(source).is_dir() and not (Path(source) / FILE).is_file():
+        from sfumato.priors.diffusers_checkpoint import is_diffusers, read_diffusers
+
+        if is_diffusers(Path(source)):
+            return read_diffusers(Path(source))
     path = _find(source)
     facts = path.stat()
     return _read(path, (facts.st_mtime_ns, facts.st_size))

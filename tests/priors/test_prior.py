@@ -17,10 +17,10 @@ from torch import nn
 
 from sfumato.data import DataError
 from sfumato.features.weights import save_with_card
-from sfumato.nets.score import ScoreNetwork
+from sfumato.nets.score import LABELS, ScoreNetwork
 from sfumato.nets.unet import AttentionBlock
 from sfumato.priors import Prior, PriorCard, list_priors, load_prior, save_prior
-from sfumato.priors.prior import ENTRY, FILE, FORMAT, LABELS, LAST, LAST_BIAS, SHIPPED, with_classes
+from sfumato.priors.prior import ENTRY, FILE, FORMAT, LAST, LAST_BIAS, SHIPPED
 
 CARD = PriorCard(
     name="mine",
@@ -278,7 +278,7 @@ def test_the_own_network_is_unchanged_and_a_copy() -> None:
 def test_a_one_hot_mixture_is_the_class_itself() -> None:
     network, (images, levels, labels) = network_of(CARD), inputs(3)
     shares = torch.eye(4)[[2, 0, 2, 3, 1]]  # five new classes
-    changed = with_classes(network, shares).eval()
+    changed = network.with_classes(shares).eval()
     with torch.no_grad():
         for new, own in enumerate((2, 0, 2, 3, 1)):
             got = changed(images, levels, torch.full((4,), new))
@@ -292,7 +292,7 @@ def test_a_one_hot_mixture_is_the_class_itself() -> None:
 def test_a_mixture_is_embedded_as_the_mean_of_its_classes() -> None:
     network, shares = network_of(CARD), torch.tensor([[0.5, 0.5, 0, 0], [0, 0.1, 0.2, 0.7]])
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    changed = with_classes(network, shares).state_dict()
+    changed = network.with_classes(shares).state_dict()
     assert torch.allclose(changed[LABELS][:, -2:], before[LABELS][:, -4:] @ shares.T)
     assert torch.equal(changed[LABELS][:, :-2], before[LABELS][:, :-4])
     assert all(torch.equal(changed[name], value) for name, value in before.items() if name != LABELS)

@@ -1,0 +1,135 @@
+"""Priors from diffusers checkpoints, on small ones that the library itself writes here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfumato as sf
+from sfumato.data import DataError, ImageSet
+from sfumato.methods.diffusion_painter import PainterTraining
+from sfumato.nets.score import ScoreNetwork
+from sfumato.priors import load_prior
+from sfumato.priors.denoising import draw_images
+from sfumato.priors.diffusers_checkpoint import DiffusersNetwork, _log_levels
+from sfumato.testing import build
+
+diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
+SIZE = 8
+SMALL: dict[str, Any] = {
+    "sample_size": SIZE,
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+}
+
+
+def make(folder: Path, schedule: Any = None, **changes: Any) -> Any:
+    """Write a network and its schedule; return the network."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = diffusers.UNet2DModel(**{**SMALL, **changes})
+    network.save_pretrained(folder)
+    (schedule or diffusers.DDPMScheduler()).save_pretrained(folder)
+    return network.eval()
+
+
+def clean_image(network: ScoreNetwork, noisy: torch.Tensor, level: float, label: int) -> torch.Tensor:
+    levels = torch.full((len(noisy),), level)
+    labels = torch.full((len(noisy),), label)
+    with torch.no_grad():
+        return noisy + level**2 * network(noisy, levels, labels)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("kind", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_the_denoised_image_is_that_of_the_library(prediction: str, kind: str, tmp_path: Path) -> None:
+    """At a time of the schedule: the scheduler's own `pred_original_sample`."""
+    schedule = diffusers.DDPMScheduler(prediction_type=prediction, beta_schedule=kind, clip_sample=False)
+    network = make(tmp_path, schedule)
+    prior = load_prior(tmp_path)
+    time = 300
+    kept = float(schedule.alphas_cumprod[time])
+    level = ((1 - kept) / kept) ** 0.5
+    noisy = torch.randn(3, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(1)) * level
+    scaled = noisy * kept**0.5
+    with torch.no_grad():
+        output = network(scaled, torch.tensor(time)).sample
+    expected = schedule.step(output, time, scaled).pred_original_sample
+    found = clean_image(prior.network(), noisy, level, -1)
+    assert torch.allclose(found, expected, atol=2e-3 * max(1.0, float(expected.abs().max())))
+    assert not torch.allclose(clean_image(prior.network(), noisy, 1.5 * level, -1), expected, atol=2e-3)
+
+
+def test_noise_levels_are_those_of_the_schedule() -> None:
+    schedule = diffusers.DDPMScheduler()
+    expected = ((1 - schedule.alphas_cumprod) / schedule.alphas_cumprod).sqrt().log()
+    assert torch.allclose(_log_levels(schedule.config), expected, atol=1e-4)
+
+
+def test_classes_are_mixed(tmp_path: Path) -> None:
+    make(tmp_path, num_class_embeds=3)
+    prior = load_prior(tmp_path)
+    assert prior.card.classes == 3
+    network = prior.network()
+    noisy = torch.randn(2, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    swapped = network.with_classes(torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
+    assert torch.allclose(clean_image(swapped, noisy, 1.0, 0), clean_image(network, noisy, 1.0, 1))
+    assert not torch.allclose(clean_image(swapped, noisy, 1.0, 0), clean_image(network, noisy, 1.0, 0))
+    assert draw_images(swapped, (1, SIZE, SIZE), torch.arange(2), torch.Generator(), levels=2).shape == noisy.shape
+
+
+def test_a_pipeline_is_read(tmp_path: Path) -> None:
+    network = make(tmp_path / "network")
+    diffusers.DDPMPipeline(network, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "pipeline")
+    assert isinstance(load_prior(tmp_path / "pipeline").network(), DiffusersNetwork)
+    index = tmp_path / "pipeline" / "model_index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({**content, "vae": ["diffusers", "AutoencoderKL"]}))
+    with pytest.raises(DataError, match="only pipelines that generate pixels"):
+        load_prior(tmp_path / "pipeline")
+
+
+def test_a_fit_trains_adapters_and_saves(tmp_path: Path, few_digits: ImageSet) -> None:
+    make(tmp_path / "prior")
+    adaptation = PainterTraining(pool=20, rounds=1, practice_steps=2, practice_batch=4, levels=2)
+    settings = {"prior": str(tmp_path / "prior"), "steps": 2, "sampling_prob": 0.3, "device": "cpu", "epsilon": 10.0}
+    model = build("dp-diffusion", adaptation=adaptation, **settings).fit(few_digits, run_dir=tmp_path / "run")
+    stated = model.certificate_.public_facts["prior"]
+    assert stated["sha256"] == load_prior(tmp_path / "prior").sha256
+    assert "does not state its training data" in stated["trained_on"]
+    assert sf.verify(tmp_path / "run" / "certificate.json")
+    assert torch.equal(sf.load(tmp_path / "run").sample(6).images, model.sample(6).images)
+
+
+def test_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "good")
+    make(tmp_path / "pickled").save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    (tmp_path / "pickled" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(DataError, match="safe_serialization"):
+        load_prior(tmp_path / "pickled")
+    make(tmp_path / "cut")
+    weights = tmp_path / "cut" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(DataError, match="cannot be read"):
+        load_prior(tmp_path / "cut")
+    make(tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_class_name": "UNet1DModel"}))
+    with pytest.raises(DataError, match="UNet2DModel"):
+        load_prior(tmp_path / "other")
+    with pytest.raises(DataError, match="--mode grey"):
+        load_prior(tmp_path / "good").network(3)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(DataError, match=r"sfumato\[diffusers\]"):
+        load_prior(tmp_path / "good")
