@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sfumato.features.components import Components
 from sfumato.features.perceptual import Perceptual, load_perceptual
 from sfumato.features.unit_norm import ScatteringAndPixels
 
 ENCODER_SIDE = 128  # pixels to which images are enlarged for an encoder of large photographs
 SMALL_IMAGE_NETWORKS = ("small", "resnet18_cifar")  # encoders of small images, which see images as they are
 COMPONENTS = 500
-LEVELLING, MIN_SPREAD = 0.5, 1e-4  # power by which the components' spreads are levelled
 THUMBNAIL, THUMBNAIL_WEIGHT = 4, 0.5  # pixels a side; norm of the thumbnail relative to that of the components
 IMAGES_PER_BATCH = 500  # of the encoder
 
@@ -57,13 +57,10 @@ class ImageEmbedding(nn.Module):
     def fit(self, images: torch.Tensor, seed: int) -> None:
         """Find the principal components of public images, [N, C, H, W] in [-1, 1]."""
         rows = torch.cat([self._rows[0](part) for part in images.split(IMAGES_PER_BATCH)])
-        self.centre.copy_(rows.mean(0))
-        count = min(self.axes.shape[1], len(rows))
-        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-            torch.manual_seed(seed)
-            _, spread, axes = torch.svd_lowrank(rows - self.centre, count, niter=2)
+        found = Components.of(rows, self.axes.shape[1], seed)
+        self.centre.copy_(found.centre)
         self.axes.zero_()
-        self.axes[:, :count] = axes * (spread / spread[0]).clamp_min(MIN_SPREAD) ** -LEVELLING
+        self.axes[:, : found.axes.shape[1]] = found.axes
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,6 @@ from sfumato.methods.teacher import (
 from sfumato.nets.augmentation import small_affine_warp
 from sfumato.nets.generators import class_weights
 from sfumato.nets.training import even_labels, state_below
-from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
@@ -55,7 +54,6 @@ MAX_TRIES, PRIOR_TRIES = 20, 4  # of the painter, until the teacher sees the wan
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
-PRIOR_NOTE = "the guarantee holds for images other than those that the prior was trained on: {trained_on}"
 ASSUMED_NOTE = (
     f"class sizes are not declared, so settings are chosen for {ASSUMED_IMAGES:,} images; with fewer, declare them "
     "(public_size=true) or set preset=high-noise"
@@ -150,7 +148,7 @@ class Atelier(Synthesizer):
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         if self.prior:
-            return [PRIOR_NOTE.format(trained_on=load_prior(self.prior).card.trained_on)]
+            return self._diffusion_painter(public).notes()
         assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
         return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 

@@ -50,7 +50,8 @@ class PainterTraining:
     """Settings of the diffusion painter.
 
     - pool: images drawn in a round of the curriculum. rounds: how many; 0: no curriculum.
-    - practice_steps, practice_batch, practice_rate, practice_ema: of the training in a round.
+    - practice_steps, practice_batch, practice_rate, practice_ema: of the training in a round. practice_centre: median
+      of its noise levels.
     - strength: of the tilt; the larger, the more a class mean decides.
     - bound: clipping norm. views: noise levels of an image. learning_rate, ema: of the private gradients.
     - rank: of low-rank adapters. level_centre: median of the noise levels of private gradients.
@@ -63,6 +64,7 @@ class PainterTraining:
     practice_batch: int = 512
     practice_rate: float = 3e-4
     practice_ema: float = 0.998
+    practice_centre: float = 0.45
     strength: float = 30.0
     bound: float = 0.1
     views: int = 2
@@ -74,6 +76,8 @@ class PainterTraining:
     guidance: float = 2.0
 
 
+PRIOR_NOTE = "the guarantee does not cover the images that the prior was trained on: {trained_on}"
+CPU_NOTE = "without a GPU a prior is slow (about ten images a second, once for each noise level) and hardly adapts"
 CPU_TRAINING = PainterTraining(
     pool=200, rounds=1, practice_steps=20, practice_batch=16, views=1, levels=6, guidance=1.5
 )
@@ -117,6 +121,11 @@ class DiffusionPainter:
 
     def gradients(self) -> list[Release]:
         return [Release("gradients", self.steps, self.sampling_prob)] if self.steps else []
+
+    def notes(self) -> list[str]:
+        """Return what a user should know before a fit, from public facts."""
+        slow = [CPU_NOTE] if self.device.type == "cpu" else []
+        return [PRIOR_NOTE.format(trained_on=self.prior.card.trained_on), *slow]
 
     def facts(self) -> dict[str, Any]:
         """Return the public networks in use, for the certificate."""
@@ -215,7 +224,7 @@ class DiffusionPainter:
                 chosen = _draw_rows(weights, labels, generator)
                 batch = to_unit_range(pixels[chosen])
                 noise = torch.randn(batch.shape, generator=generator, device=self.device)
-                levels = draw_levels(len(batch), generator)
+                levels = draw_levels(len(batch), generator, settings.practice_centre)
                 trainer.set_rate(settings.practice_rate * warm_cosine(step, settings.practice_steps))
                 dropped = torch.rand(len(labels), generator=generator, device=self.device) < DROPPED
                 labels = torch.where(dropped, -1, labels)  # for guidance

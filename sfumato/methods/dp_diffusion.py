@@ -75,6 +75,9 @@ class DPDiffusion(Synthesizer):
             device=self.torch_device,
         )
 
+    def explain_plan(self, public: PublicFacts) -> list[str]:
+        return self._painter(public).notes()
+
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)
         share = self.means_share if self.curriculum else COUNTS_ONLY_SHARE

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
+from sfumato.features.components import Components
 from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.unit_norm import (
     CNNFeatures,
@@ -40,7 +41,6 @@ LOW_NOISE_THRESHOLD = 3e-5  # noise of all gradients together, per image; below 
 FEW_STEPS, MANY_STEPS = 60, 200
 FEW_COMPONENTS, MANY_COMPONENTS = 500, 1500
 RATE_THRESHOLD = 6e-3  # of noise per image times steps; above it the learning rate is lower
-LEVELLING, MIN_SPREAD = 0.5, 1e-4  # power by which the components' spreads are levelled
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,6 @@ class Teacher(nn.Module):
     def predict(self, images: torch.Tensor, batch: int) -> torch.Tensor:
         """Return the most likely class of each image."""
         return torch.cat([self(part).argmax(1) for part in images.split(batch)])
-
-
-@dataclass(frozen=True)
-class Components:
-    """Principal components of public rows, scaled: rows get a mean norm of one, smaller components more weight."""
-
-    centre: torch.Tensor
-    axes: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: torch.Tensor, count: int, seed: int) -> Components:
-        """Return at most `count` components of these rows."""
-        centre = rows.mean(0)
-        count = min(count, *rows.shape)
-        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-            torch.manual_seed(seed)
-            _, spread, axes = torch.svd_lowrank(rows - centre, count, niter=2)
-        axes = axes * (spread / spread[0]).clamp_min(MIN_SPREAD) ** -LEVELLING
-        return cls(centre, axes / ((rows - centre) @ axes).norm(dim=1).mean())
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = (rows - self.centre) @ self.axes
-        return projected
 
 
 def prepare_teacher(

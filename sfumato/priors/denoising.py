@@ -171,10 +171,10 @@ class PublicBatches:
         return total / self._held
 
 
-def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw noise levels [count] for training."""
+def draw_levels(count: int, generator: torch.Generator, centre: float = LEVEL_CENTRE) -> torch.Tensor:
+    """Draw noise levels [count] for training, with this median."""
     normals = torch.randn(count, generator=generator, device=generator.device)
-    return (LEVEL_CENTRE * torch.exp(LEVEL_SPREAD * normals)).clamp(LOWEST, HIGHEST)
+    return (centre * torch.exp(LEVEL_SPREAD * normals)).clamp(LOWEST, HIGHEST)
 
 
 def mean_denoising_loss(
