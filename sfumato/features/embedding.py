@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.features.components import Components
-from sfumato.features.perceptual import Perceptual, load_perceptual
+from sfumato.features.perceptual import Perceptual
 from sfumato.features.unit_norm import ScatteringAndPixels
 
 ENCODER_SIDE = 128  # pixels to which images are enlarged for an encoder of large photographs
@@ -28,7 +28,7 @@ IMAGES_PER_BATCH = 500  # of the encoder
 class ImageEmbedding(nn.Module):
     """Map images [N, C, H, W] in [-1, 1] to vectors [N, width] of norm at most one.
 
-    - shape: of the images. encoder: name of a public encoder; empty: scattering coefficients.
+    - shape: of the images. encoder: a public encoder on the device; None: scattering coefficients.
     - components: number of principal components, at most.
 
     `fit` must be called first, or a state be loaded.
@@ -38,11 +38,15 @@ class ImageEmbedding(nn.Module):
     axes: torch.Tensor
 
     def __init__(
-        self, shape: tuple[int, int, int], encoder: str, device: torch.device, components: int = COMPONENTS
+        self,
+        shape: tuple[int, int, int],
+        encoder: Perceptual | None,
+        device: torch.device,
+        components: int = COMPONENTS,
     ) -> None:
         super().__init__()
         self._shape = shape
-        network = _encoder_rows(load_perceptual(encoder, device), shape) if encoder else None
+        network = _encoder_rows(encoder, shape) if encoder is not None else None
         scattering = None if network else ScatteringAndPixels(shape).to(device)
         rows: Callable[[torch.Tensor], torch.Tensor] | None = network or (scattering.scattering if scattering else None)
         assert rows is not None

@@ -134,6 +134,10 @@ class Atelier(Synthesizer):
             raise ValueError("a prior generates pixels, and with autoencoder the painter makes latents; leave one out")
         if self.encoder and self.autoencoder:
             raise ValueError("encoder takes images, and with autoencoder the teacher sees latents; leave one out")
+        if self.prior and self.steps < 2:
+            raise ValueError(f"with a prior, steps must be at least 2, got {self.steps}")
+        if self.teacher.steps == 1:
+            raise ValueError("the teacher needs at least 2 steps, or 0 for a choice by the noise")
         if not self.teacher_share < 1:
             raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
         if not self.variety <= 1:
@@ -164,7 +168,6 @@ class Atelier(Synthesizer):
             public,
             steps=self.steps,
             sampling_prob=self.sampling_prob,
-            tune="few",
             encoder=self.encoder,
             seed=self.seed,
             device=self.torch_device,
@@ -199,6 +202,8 @@ class Atelier(Synthesizer):
 
     def _prior_releases(self, public: PublicFacts) -> list[Release]:
         """Return counts, teacher and class means, with a share of the budget, and the painter's gradients."""
+        if self.soft_labels and not _has_classes(public):
+            raise DataError(NO_TEACHER)
         painter, share = self._diffusion_painter(public), self.teacher_share if _has_classes(public) else 0.0
         total = share + PRIOR_MEANS_SHARE
         first = [*counts_release(public, total**-0.5), *painter.means(PRIOR_MEANS_SHARE)]

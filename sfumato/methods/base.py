@@ -378,8 +378,14 @@ class Synthesizer(ABC):
     def _load(self, folder: Path, public: PublicFacts) -> Self:
         self.public_ = public
         self.settings_ = {each.name: getattr(self, each.name) for each in fields(self)}
-        self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
         self.certificate_ = Certificate.load(folder / "certificate.json")
+        stated = self.certificate_.public_facts
+        files = {
+            name: fact for name, fact in self._facts(public).items() if isinstance(fact, dict) and "sha256" in fact
+        }
+        if changed := [name for name, fact in files.items() if stated.get(name) != _plain(fact)]:
+            raise DataError(f"the public {changed[0]!r} is not the one that the certificate names; nothing was drawn")
+        self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
         return self
 
     def get_params(self) -> dict[str, Any]:

@@ -27,14 +27,16 @@ class Checkpoints:
 
     def __init__(self, folder: Path | None, vault: GradientVault) -> None:
         self._path = None if folder is None else folder / FILE
-        self._vault = vault
+        self._vault, self._run = vault, "" if folder is None else vault.ledger.entries[0]["run"]
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # of each loop
         self._notes: dict[str, dict[str, Any]] = {}
         if self._path is not None and self._path.exists():
-            held, self._notes = read_tensors(self._path)
+            held, note = read_tensors(self._path)
+            self._notes = note["loops"]
             self._tensors = {loop: entries_below(held, loop) for loop in self._notes}
             asked = [item for note in self._notes.values() for item in note["asked"].items()]
-            if any(count > vault.ledger.charged(name) for name, count in asked):
+            foreign = note["run"] != self._run
+            if foreign or any(count > vault.ledger.charged(name) for name, count in asked):
                 raise LedgerError(f"{self._path} belongs to another run; use a new folder")
 
     def loop(self, name: str, total: int, **parts: StatePart) -> Iterator[int]:
@@ -78,7 +80,7 @@ class Checkpoints:
         self._tensors[name] = {key: value.detach().cpu().clone() for key, value in tensors.items()}
         self._notes[name] = {"step": step, "asked": self._vault.asked}
         content = {f"{loop}/{rest}": value for loop, held in self._tensors.items() for rest, value in held.items()}
-        write_tensors(self._path, content, self._notes)
+        write_tensors(self._path, content, {"run": self._run, "loops": self._notes})
         self._vault.forget()
 
 

@@ -15,7 +15,7 @@ Public: the prior and the encoder, named in the certificate with what they were 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ FEW = (".context.", ".scale_shift.", "norm", ".last.", ".entry.", ".shortcut.") 
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
+LEAST = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
 EMBEDDED_AT_ONCE, POOL_BATCH = 2000, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
 
@@ -75,6 +76,12 @@ class PainterTraining:
     levels: int = 16
     guidance: float = 2.0
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            low, value = LEAST.get(each.name, 0), getattr(self, each.name)
+            if not (value >= low and (value > 0 or each.name == "rounds")):
+                raise ValueError(f"{each.name} of the adaptation must be at least {low} and positive, got {value!r}")
+
 
 PRIOR_NOTE = "the guarantee does not cover the images that the prior was trained on: {trained_on}"
 CPU_NOTE = "without a GPU a prior is slow (about ten images a second, once for each noise level) and hardly adapts"
@@ -89,7 +96,8 @@ class DiffusionPainter:
     - name: of the prior, or its path. settings: of the adaptation.
     - public: facts of the images.
     - steps, sampling_prob: of the private gradients; 0 steps: none.
-    - tune: parameters that private gradients train: `few`, `low-rank` or `all`.
+    - tune: parameters that private gradients train: `few`, `low-rank` or `all`; None: `low-rank` for a network of
+      another library, otherwise `few`.
     - encoder: public encoder of the embedding; empty: the prior's own, or scattering coefficients.
     """
 
@@ -101,7 +109,7 @@ class DiffusionPainter:
         *,
         steps: int,
         sampling_prob: float,
-        tune: Tune,
+        tune: Tune | None = None,
         encoder: str,
         seed: int,
         device: torch.device,
@@ -109,9 +117,12 @@ class DiffusionPainter:
         self.prior: Prior = load_prior(name)
         self.prior.check_shape(public.shape)
         self.settings, self.public, self.steps, self.sampling_prob = settings, public, steps, sampling_prob
-        self.tune: Tune = "low-rank" if self.prior.foreign else tune
+        if self.prior.foreign and tune not in (None, "low-rank"):
+            raise DataError(f"the prior {self.prior.card.name} is adapted by low-rank adapters; set tune=low-rank")
+        self.tune: Tune = tune or ("low-rank" if self.prior.foreign else "few")
         self.seed, self.device = seed, device
-        self.encoder = encoder or self.prior.card.encoder
+        name = encoder or self.prior.card.encoder
+        self.encoder = load_perceptual(name, device) if name else None  # once, so that what is stated is what is used
 
     # -- the plan -----------------------------------------------------------------------------------------
 
@@ -130,7 +141,7 @@ class DiffusionPainter:
     def facts(self) -> dict[str, Any]:
         """Return the public networks in use, for the certificate."""
         facts = {"prior": self.prior.facts}
-        return {**facts, "encoder": load_perceptual(self.encoder).facts} if self.encoder else facts
+        return facts if self.encoder is None else {**facts, "encoder": self.encoder.facts}
 
     def check_unchanged(self, vault: GradientVault) -> None:
         """Raise `DataError` if a public file differs from the one that the ledger names."""

@@ -13,7 +13,7 @@ Events: Gaussian sums over all images; Poisson-subsampled Gaussian sums, one for
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -61,6 +61,14 @@ class DPDiffusion(Synthesizer):
     sampling_prob: float = 0.1
     tune: Tune = "few"
     adaptation: PainterTraining = constant(PainterTraining(strength=100.0))
+
+    def validate(self) -> Self:
+        super().validate()
+        if self.steps == 1:
+            raise ValueError("steps must be at least 2, or 0 for no private gradients")
+        if not self.means_share < 1:
+            raise ValueError(f"means_share must lie between 0 and 1, got {self.means_share!r}")
+        return self
 
     def _painter(self, public: PublicFacts) -> DiffusionPainter:
         return DiffusionPainter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ def train_prior(
         network = card.new_network().to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
     batches = PublicBatches(images, settings, seed, place)
-    _train(trainer, batches, settings, target / CHECKPOINT, f"{settings}, seed {seed}, {len(images)} images, {images}")
+    _train(trainer, batches, settings, target / CHECKPOINT, f"{card}, {settings}, seed {seed}, {_digest(images)}")
     average = cast(ScoreNetwork, trainer.average.eval())
     loss = batches.held_out_loss(average)
     notes = {
@@ -124,6 +125,13 @@ def train_prior(
     save_prior(target, replace(card, notes=notes), average.state_dict())
     (target / CHECKPOINT).unlink(missing_ok=True)
     return load_prior(target)
+
+
+def _digest(images: ImageSet) -> str:
+    """Return the SHA-256 of pixels and labels: a training is continued with the same images only."""
+    digest = hashlib.sha256(images.images.numpy().tobytes())
+    digest.update(b"" if images.labels is None else images.labels.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class PublicBatches:

@@ -7,6 +7,7 @@ large and was trained by others.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def read_diffusers(folder: Path) -> Prior:
             f"{network_folder} does not hold a {NETWORK}, the only diffusers network that serves as a prior"
         )
     path = network_folder / WEIGHTS
+    if list(network_folder.glob("*.index.json")):
+        raise DataError(f"{network_folder} holds weights in several files; save them as one (max_shard_size)")
     if not path.is_file():
         raise DataError(f"{network_folder} has no {WEIGHTS}; save the checkpoint with safe_serialization=True")
     prediction = schedule.get("prediction_type", "epsilon")
@@ -54,7 +57,7 @@ def read_diffusers(folder: Path) -> Prior:
         raise DataError(f"{folder} is not a model of grey or colour images (channels {channels}, size {size})")
     network = DiffusersNetwork(unet, _log_levels(schedule), prediction)
     card = PriorCard(folder.resolve().name, channels, size, len(network.class_rows), (), 0, 0, TRAINED_ON, "not stated")
-    return DiffusersPrior(card, {}, sha256_of(path), network)
+    return DiffusersPrior(card, {}, _digest(folder, network_folder), network)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,13 @@ def _parts(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     return folder / "unet", _json(beside) if beside.is_file() else {}
 
 
+def _digest(folder: Path, network_folder: Path) -> str:
+    """Return the SHA-256 over weights, network settings and noise schedule."""
+    schedules = (folder / SCHEDULER, folder / "scheduler" / SCHEDULER)
+    files = [network_folder / WEIGHTS, network_folder / CONFIG, *(path for path in schedules if path.is_file())]
+    return hashlib.sha256("".join(sha256_of(path) for path in files).encode()).hexdigest()
+
+
 def _log_levels(schedule: Mapping[str, Any]) -> torch.Tensor:
     """Return the logarithm of the noise level at each time of a diffusers schedule, on the CPU."""
     count = int(schedule.get("num_train_timesteps", 1000))
@@ -180,7 +190,17 @@ def _load_unet(folder: Path) -> Any:
 class PlainAttention:
     """Self-attention of diffusers written out as matrix products, which can be traced and mapped over records."""
 
-    def __call__(self, attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        attention: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,  # unused; diffusers logs a line if it cannot pass it
+    ) -> torch.Tensor:
+        assert encoder_hidden_states is None
+        assert attention_mask is None
+        del temb
         maps = hidden_states.flatten(2)  # [N, channels, pixels]
         normed = maps if attention.group_norm is None else attention.group_norm(maps)
         queries, keys, values = (

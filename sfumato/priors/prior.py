@@ -140,15 +140,17 @@ def load_prior(source: str | Path) -> Prior:
 
 @lru_cache(maxsize=2)  # a plan, a fit and each batch of samples need it
 def _read(path: Path, version: tuple[int, int]) -> Prior:  # noqa: ARG001
-    card = _card(path)
-    state = {name: value.float() for name, value in read_state(path).items()}
+    digest, card = sha256_of(path), _card(path)
+    state = {name: value.float().clone() for name, value in read_state(path).items()}  # not mapped to the file
+    if sha256_of(path) != digest:
+        raise DataError(f"{path} was changed while it was read; try again")
     try:
         with torch.device("meta"):
             network = card.new_network()
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"the card in {path} describes no valid network: {error}") from error
     check_fit(network, state, path)
-    return Prior(card, state, sha256_of(path))
+    return Prior(card, state, digest)
 
 
 def _find(source: str | Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from sfumato.data import ImageSet
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import calibrate
+from sfumato.features import Perceptual, load_perceptual
 from sfumato.features import embedding as module
 from sfumato.features.embedding import THUMBNAIL, ImageEmbedding, tilt
 from sfumato.privacy import Budget, Release, Vault
@@ -20,6 +21,10 @@ SIZE, COMPONENTS, CPU = 16, 12, torch.device("cpu")
 ENCODERS = ["", "small_tinyimagenet"]  # scattering coefficients, and an encoder that is part of the package
 KINDS = [(encoder, channels) for encoder in ENCODERS for channels in (1, 3)]
 ROUNDING = 1e-5
+
+
+def load(encoder: str) -> Perceptual | None:
+    return load_perceptual(encoder) if encoder else None
 
 
 def stripes(count: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -34,7 +39,7 @@ def stripes(count: int, channels: int, seed: int = 0) -> torch.Tensor:
 
 
 def fitted(encoder: str, channels: int, seed: int = 0) -> ImageEmbedding:
-    embedding = ImageEmbedding((channels, SIZE, SIZE), encoder, CPU, COMPONENTS)
+    embedding = ImageEmbedding((channels, SIZE, SIZE), load(encoder), CPU, COMPONENTS)
     embedding.fit(stripes(40, channels, 100 + seed), seed)
     return embedding
 
@@ -81,7 +86,7 @@ def test_components_have_levelled_spreads() -> None:
 
 
 def test_fewer_public_images_than_components() -> None:
-    embedding = ImageEmbedding((1, SIZE, SIZE), "", CPU, COMPONENTS)
+    embedding = ImageEmbedding((1, SIZE, SIZE), None, CPU, COMPONENTS)
     embedding.fit(stripes(5, 1, 100), 0)
     rows = embedding(stripes(6, 1))
     assert rows.shape == (6, embedding.width)
@@ -103,7 +108,7 @@ def test_another_fit_replaces_the_first_and_the_seed_decides() -> None:
 @pytest.mark.parametrize(("encoder", "channels"), KINDS)
 def test_a_state_holds_all_that_was_fitted(encoder: str, channels: int) -> None:
     embedding, images = fitted(encoder, channels), stripes(5, channels)
-    other = ImageEmbedding((channels, SIZE, SIZE), encoder, CPU, COMPONENTS)
+    other = ImageEmbedding((channels, SIZE, SIZE), load(encoder), CPU, COMPONENTS)
     assert embedding.state_dict().keys() == {"centre", "axes"}  # public networks are not part of it
     other.load_state_dict(embedding.state_dict())
     assert torch.equal(other(images), embedding(images))
@@ -111,7 +116,7 @@ def test_a_state_holds_all_that_was_fitted(encoder: str, channels: int) -> None:
 
 def test_an_encoder_sees_a_grey_image_as_three_equal_channels() -> None:
     grey, encoder = stripes(5, 1), ENCODERS[1]
-    one, three = (ImageEmbedding((channels, SIZE, SIZE), encoder, CPU)._rows[0] for channels in (1, 3))
+    one, three = (ImageEmbedding((channels, SIZE, SIZE), load(encoder), CPU)._rows[0] for channels in (1, 3))
     assert torch.allclose(one(grey), three(grey.expand(-1, 3, -1, -1)), atol=1e-4)
     assert not torch.allclose(three(stripes(5, 3)), one(grey), atol=1e-2)
 
@@ -208,7 +213,7 @@ def test_public_images_of_the_class_get_most_weight(encoder: str) -> None:
         return (images + noise).clamp(-1, 1)
 
     public = torch.cat([draw(kind, 40, kind) for kind in range(3)])
-    embedding = ImageEmbedding((1, SIZE, SIZE), encoder, CPU, COMPONENTS)
+    embedding = ImageEmbedding((1, SIZE, SIZE), load(encoder), CPU, COMPONENTS)
     embedding.fit(public, 0)
     means = torch.stack([embedding(draw(kind, 30, 10 + kind)).mean(0) for kind in range(2)])
     weights = tilt(embedding(public), means, 50.0).view(3, 40, 2).sum(1)  # [kind of the pool, class]

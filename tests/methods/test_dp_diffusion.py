@@ -169,3 +169,64 @@ def test_a_prior_and_an_autoencoder_exclude_each_other() -> None:
 def test_auto_takes_atelier_where_there_is_a_prior() -> None:
     assert sf.create(device="cpu", prior=str(PRIOR)).key == "atelier"
     assert sf.create(device="cpu").key == "dp-merf"
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "message"),
+    [
+        ("dp-diffusion", {"steps": 1}, "at least 2"),
+        ("dp-diffusion", {"means_share": 1.0}, "between 0 and 1"),
+        ("atelier", {"steps": 1}, "at least 2"),
+        ("atelier", {"teacher": TeacherSettings(steps=1)}, "at least 2 steps"),
+    ],
+)
+def test_settings_that_would_fail_late_are_refused_first(key: str, settings: dict[str, Any], message: str) -> None:
+    """A release that is made once has discrete noise, which gradients do not have."""
+    with pytest.raises(ValueError, match=message):
+        quick(key, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bound": 0.0}, {"views": 0}, {"pool": 1}, {"rounds": -1}, {"levels": 1}], ids=str
+)
+def test_an_adaptation_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        PainterTraining(**settings)
+
+
+def test_soft_labels_without_classes_are_refused_before_anything_is_spent(few_digits: ImageSet, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no teacher"):
+        quick("atelier", soft_labels=True).fit(ImageSet(few_digits.images), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_certificate_says_what_is_not_protected(few_digits: ImageSet) -> None:
+    model = quick("dp-diffusion", curriculum=False).fit(few_digits)
+    assert any("random weights, for tests" in caveat for caveat in model.certificate_.caveats)
+
+
+def test_a_prior_that_changes_after_the_fit_is_refused(few_digits: ImageSet, tmp_path: Path) -> None:
+    path = tmp_path / "prior.safetensors"
+    path.write_bytes(PRIOR.read_bytes())
+    quick("dp-diffusion", prior=str(path)).fit(few_digits, run_dir=tmp_path / "run")
+    prior = load_prior(path)
+    save_prior(path, replace(prior.card, trained_on="something else"), prior.state)
+    with pytest.raises(DataError, match="'prior' is not the one"):
+        sf.load(tmp_path / "run")
+
+
+def test_the_checkpoint_of_another_run_is_refused(few_digits: ImageSet, tmp_path: Path) -> None:
+    """Even one that no release has gone into: images of the prior are kept before the first release."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiffusionPainter, "practise", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quick("dp-diffusion").fit(few_digits, run_dir=tmp_path)
+    assert (tmp_path / "checkpoint.safetensors").exists()
+    for name in ("ledger.jsonl", "ledger.lock", "releases.log"):
+        (tmp_path / name).unlink(missing_ok=True)
+    with pytest.raises(sf.LedgerError, match="another run"):
+        quick("dp-diffusion", seed=1).fit(few_digits, run_dir=tmp_path)

@@ -104,6 +104,9 @@ def test_a_fit_trains_adapters_and_saves(tmp_path: Path, few_digits: ImageSet) -
     make(tmp_path / "prior")
     adaptation = PainterTraining(pool=20, rounds=1, practice_steps=2, practice_batch=4, levels=2)
     settings = {"prior": str(tmp_path / "prior"), "steps": 2, "sampling_prob": 0.3, "device": "cpu", "epsilon": 10.0}
+    with pytest.raises(DataError, match="tune=low-rank"):
+        build("dp-diffusion", adaptation=adaptation, **settings).fit(few_digits)
+    settings["tune"] = "low-rank"
     model = build("dp-diffusion", adaptation=adaptation, **settings).fit(few_digits, run_dir=tmp_path / "run")
     stated = model.certificate_.public_facts["prior"]
     assert stated["sha256"] == load_prior(tmp_path / "prior").sha256
@@ -118,6 +121,10 @@ def test_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "pickled" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(DataError, match="safe_serialization"):
         load_prior(tmp_path / "pickled")
+    make(tmp_path / "shards")
+    (tmp_path / "shards" / "diffusion_pytorch_model.safetensors.index.json").write_text("{}")
+    with pytest.raises(DataError, match="several files"):
+        load_prior(tmp_path / "shards")
     make(tmp_path / "cut")
     weights = tmp_path / "cut" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
@@ -133,3 +140,14 @@ def test_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(DataError, match=r"sfumato\[diffusers\]"):
         load_prior(tmp_path / "good")
+
+
+def test_the_hash_covers_weights_settings_and_schedule(tmp_path: Path) -> None:
+    make(tmp_path)
+    digests = {load_prior(tmp_path).sha256}
+    diffusers.DDPMScheduler(prediction_type="v_prediction").save_pretrained(tmp_path)
+    digests.add(load_prior(tmp_path).sha256)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sample_size": 16}))
+    digests.add(load_prior(tmp_path).sha256)
+    assert len(digests) == 3
