@@ -63,10 +63,10 @@ class PainterTraining:
     rounds: int = 2
     practice_steps: int = 700
     practice_batch: int = 512
-    practice_rate: float = 3e-4
+    practice_rate: float = 1e-3
     practice_ema: float = 0.998
-    practice_centre: float = 0.45
-    strength: float = 30.0
+    practice_centre: float = 1.0
+    strength: float = 100.0
     bound: float = 0.1
     views: int = 2
     learning_rate: float = 5e-4

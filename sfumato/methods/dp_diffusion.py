@@ -60,7 +60,7 @@ class DPDiffusion(Synthesizer):
     steps: int = 50
     sampling_prob: float = 0.1
     tune: Tune = "few"
-    adaptation: PainterTraining = constant(PainterTraining(strength=100.0))
+    adaptation: PainterTraining = constant(PainterTraining())
 
     def validate(self) -> Self:
         super().validate()
