@@ -60,7 +60,7 @@ def test_train_then_use(public: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
     private = random_process(40, 16, seed=1)
     save_images(private, tmp_path / "private.npz")
-    settings = ("--set", "steps=1", "--set", "public_size=true", "--device", "cpu", "--prior", target)
+    settings = ("--set", "steps=2", "--set", "public_size=true", "--device", "cpu", "--prior", target)
     assert run(monkeypatch, "plan", tmp_path / "private.npz", *settings, "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["method"] == "atelier"

@@ -87,7 +87,7 @@ class Atelier(Synthesizer):
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
-    summary: ClassVar[str] = "dp-kernel's generator, and a private linear teacher that labels its images"
+    summary: ClassVar[str] = "dp-kernel's generator or a public prior, and a private linear teacher that labels its images"
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
