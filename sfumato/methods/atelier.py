@@ -87,7 +87,7 @@ class Atelier(Synthesizer):
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
-    summary: ClassVar[str] = "dp-kernel's generator or a public prior, and a private linear teacher that labels its images"
+    summary: ClassVar[str] = "a generator from noisy kernel means or a public prior, labelled by a private teacher"
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
