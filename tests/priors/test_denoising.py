@@ -156,6 +156,10 @@ def test_resume_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert equal(train(tmp_path / "a", settings, resume=True), train(tmp_path / "b", settings))
 
 
+def inverted(images: ImageSet) -> ImageSet:
+    return replace(images, images=255 - images.images)
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 
@@ -177,6 +181,7 @@ def test_an_interrupted_training_is_not_overwritten(tmp_path: Path) -> None:
         {"images": stripes(101)},
         {"images": stripes(labelled=False)},
         {"images": stripes(channels=3)},
+        {"images": inverted(stripes())},  # of the same shape, number and labels
     ],
 )
 def test_a_training_is_continued_with_the_same_settings_only(tmp_path: Path, changes: dict[str, Any]) -> None:
