@@ -84,7 +84,7 @@ class PainterTraining:
 
 
 PRIOR_NOTE = "the guarantee does not cover the images that the prior was trained on: {trained_on}"
-CPU_NOTE = "without a GPU a prior is slow (about ten images a second, once for each noise level) and hardly adapts"
+CPU_NOTE = "without a GPU the preset adapts a prior by few steps only, and hardly; a GPU is advised"
 CPU_TRAINING = PainterTraining(
     pool=200, rounds=1, practice_steps=20, practice_batch=16, views=1, levels=6, guidance=1.5
 )
