@@ -63,7 +63,7 @@ class PainterTraining:
     rounds: int = 2
     practice_steps: int = 700
     practice_batch: int = 512
-    practice_rate: float = 1e-3
+    practice_rate: float = 3e-4
     practice_ema: float = 0.998
     practice_centre: float = 1.0
     strength: float = 100.0
@@ -86,7 +86,14 @@ class PainterTraining:
 PRIOR_NOTE = "the guarantee does not cover the images that the prior was trained on: {trained_on}"
 CPU_NOTE = "without a GPU the preset adapts a prior by few steps only, and hardly; a GPU is advised"
 CPU_TRAINING = PainterTraining(
-    pool=200, rounds=1, practice_steps=20, practice_batch=16, views=1, levels=6, guidance=1.5
+    pool=200,
+    rounds=1,
+    practice_steps=20,
+    practice_batch=16,
+    practice_rate=1e-4,  # with 1e-3 and so few images in a step, the images of a prior turn to noise
+    views=1,
+    levels=6,
+    guidance=1.5,
 )
 
 
