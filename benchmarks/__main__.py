@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data", nargs="+", default=[], help="only these data sets")
     made.add_argument("--epsilon", type=float, nargs="+", default=[], help="only these budgets")
     made.add_argument("--job", nargs="+", default=[], help="only jobs with these names")
+    made.add_argument("--method", nargs="+", default=[], help="only jobs of these methods")
     made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     made.add_argument("--pictures", type=Path, help="write contact sheets of the first seed there")
     made.add_argument("--check", action="store_true", help="render: write nothing; status 1 if a file is out of date")

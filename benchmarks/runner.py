@@ -243,12 +243,12 @@ def about_run(command: str, options: argparse.Namespace) -> dict[str, Any]:
     changed = subprocess.run(
         [*git, "diff", "--quiet", "HEAD", "--", "sfumato", "benchmarks/*.py"], check=False
     ).returncode
-    names = ("sfumato", "torch", "numpy")
+    versions = {"python": platform.python_version(), "sfumato": sf.__version__}
     return {
         "command": command,
-        "commit": (found + ("-dirty" if changed else "")) or None,
+        "commit": f"{found}-dirty" if found and changed else found or None,
         "device": device_name(options.device),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "versions": {**versions, **{name: version(name) for name in ("torch", "numpy")}},
     }
 
 
@@ -274,7 +274,8 @@ def _limit(model: Any, images: ImageSet) -> float:
 def _chosen(job: Job, options: argparse.Namespace) -> bool:
     by_data = not options.data or job.data in options.data
     by_epsilon = not options.epsilon or job.epsilon in options.epsilon
-    return by_data and by_epsilon and (not options.job or job.name in options.job)
+    by_method = not options.method or job.method in options.method
+    return by_data and by_epsilon and by_method and (not options.job or job.name in options.job)
 
 
 def _plain(value: Any) -> Any:

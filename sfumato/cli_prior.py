@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,7 +13,7 @@ from rich.table import Column, Table
 from sfumato import console
 from sfumato.cli_options import Classes, Device, Json, OnError, Unlabelled, read_images
 from sfumato.methods.base import chosen_device
-from sfumato.priors import list_priors, train_prior
+from sfumato.priors import list_priors, load_prior, train_prior
 from sfumato.priors.denoising import PICTURE, PriorTraining
 
 prior_app = typer.Typer(help="List priors, or train one on public images.", no_args_is_help=True)
@@ -47,7 +48,19 @@ def prior_train(
         typer.Option(help="Describe the images for certificates.", show_default="name of the source and image count"),
     ] = None,
     licence: Annotated[str, typer.Option(help="State the licence of the weights.")] = "not stated",
-    encoder: Annotated[str, typer.Option(help="Name a public encoder that methods use with this prior.")] = "",
+    encoder: Annotated[
+        str,
+        typer.Option(
+            help="Name the public encoder on whose embedding the prior is conditioned.",
+            show_default="scattering coefficients",
+        ),
+    ] = "",
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue the training of this prior, by name or path, with its encoder.", show_default="none"
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Train for this many steps.")] = DEFAULTS.steps,
     batch_size: Annotated[int, typer.Option(min=1, help="Use this many images in a step.")] = DEFAULTS.batch_size,
     width: Annotated[
@@ -67,10 +80,13 @@ def prior_train(
     """Train a prior on public images. Certificates will state what it was trained on."""
     if width % 8:
         raise typer.BadParameter(f"--width must be a multiple of 8, got {width}")
+    began = load_prior(start) if start else None
+    shape: dict[str, Any] = {"widths": (width, *[2 * width] * (len(DEFAULTS.widths) - 1))}
+    if began is not None:
+        card, encoder = began.card, encoder or began.card.encoder
+        shape = {"widths": tuple(card.widths), "context": card.context, "attention": card.attention}
     images = read_images(data, size=size, mode=mode, unlabelled=unlabelled, classes=classes, on_error=on_error)
-    settings = PriorTraining(
-        steps=steps, batch_size=batch_size, widths=(width, *[2 * width] * (len(DEFAULTS.widths) - 1)), flip=flip
-    )
+    settings = replace(DEFAULTS, steps=steps, batch_size=batch_size, flip=flip, **shape)
     try:
         prior = train_prior(
             images,
@@ -79,6 +95,7 @@ def prior_train(
             trained_on=trained_on or f"{Path(data).resolve().name}, {len(images):,} images",
             licence=licence,
             encoder=encoder,
+            start=began,
             settings=settings,
             resume=resume,
             seed=seed,

@@ -25,7 +25,7 @@ PUBLIC_SIZES_CAVEAT = (
     "Class sizes were taken as public: what one {0} looks like is hidden, not that a class has one {0} more or less."
 )
 
-PRIOR_CAVEAT = "A prior was taken as public. No {0} is protected that was among what it was trained on: {1}."
+TAKEN_AS_PUBLIC = "The {2} was taken as public. No {0} is protected that was among what it was trained on: {1}."
 
 
 def statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,8 +70,9 @@ def statement(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def caveats(facts: dict[str, Any], unit: str) -> list[str]:
     """Return what the guarantee does not cover, from facts that were taken as public."""
     found = [] if facts.get("sizes") is None else [PUBLIC_SIZES_CAVEAT.format(unit)]
-    if isinstance(prior := facts.get("prior"), dict):
-        found.append(PRIOR_CAVEAT.format(unit, prior.get("trained_on")))
+    for name in ("prior", "encoder"):
+        if isinstance(network := facts.get(name), dict) and "trained_on" in network:
+            found.append(TAKEN_AS_PUBLIC.format(unit, network["trained_on"], name))
     return found
 
 

@@ -1,14 +1,15 @@
 """An embedding of images: vectors of norm at most one that no private image has shaped.
 
-Rows of a public encoder (its last activation, averaged over pixels) or, without one, wavelet scattering coefficients;
-of these the principal components among public images, with the smaller ones enlarged; then a small thumbnail, which
-adds colours and layout.
+Two parts. *Content*: rows of a public encoder (its last activation, averaged over pixels) or, without one, wavelet
+scattering coefficients; of these the principal components among public images, with the smaller ones enlarged.
+*Layout*: principal components of a thumbnail, which add colours and where they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,61 +21,101 @@ from sfumato.features.unit_norm import ScatteringAndPixels
 
 ENCODER_SIDE = 128  # pixels to which images are enlarged for an encoder of large photographs
 SMALL_IMAGE_NETWORKS = ("small", "resnet18_cifar")  # encoders of small images, which see images as they are
-COMPONENTS = 500
-THUMBNAIL, THUMBNAIL_WEIGHT = 4, 0.5  # pixels a side; norm of the thumbnail relative to that of the components
+CONTENT, LAYOUT = 500, 48  # components
+THUMBNAIL = (8, 8)  # pixels
+LAYOUT_WEIGHT, MAX_LAYOUT = 0.5, 2.0  # largest norm, relative to that of the content; multiple of the mean norm
+CONDITION = 128  # components of the content that a prior is conditioned on, with all of the layout
 IMAGES_PER_BATCH = 500  # of the encoder
 
 
 class ImageEmbedding(nn.Module):
     """Map images [N, C, H, W] in [-1, 1] to vectors [N, width] of norm at most one.
 
-    - shape: of the images. encoder: a public encoder on the device; None: scattering coefficients.
-    - components: number of principal components, at most.
+    - shape: that images are converted to. encoder: a public encoder on the device; None: scattering coefficients.
+    - components: number of the content's components, at most.
 
     `fit` must be called first, or a state be loaded.
     """
 
+    STATE: ClassVar = {"centre", "axes", "layout_centre", "layout_axes", "spread"}
     centre: torch.Tensor
     axes: torch.Tensor
+    layout_centre: torch.Tensor
+    layout_axes: torch.Tensor
+    spread: torch.Tensor  # variance of public conditions in each coordinate
 
     def __init__(
         self,
         shape: tuple[int, int, int],
         encoder: Perceptual | None,
         device: torch.device,
-        components: int = COMPONENTS,
+        components: int = CONTENT,
     ) -> None:
         super().__init__()
-        self._shape = shape
+        self.shape = shape
         network = _encoder_rows(encoder, shape) if encoder is not None else None
         scattering = None if network else ScatteringAndPixels(shape).to(device)
         rows: Callable[[torch.Tensor], torch.Tensor] | None = network or (scattering.scattering if scattering else None)
         assert rows is not None
         self._rows = [rows]  # a list: public networks do not belong to the state
         with torch.no_grad():
-            inputs = rows(torch.zeros(1, *shape, device=device)).shape[1]
-        self.register_buffer("centre", torch.zeros(inputs, device=device))
-        self.register_buffer("axes", torch.zeros(inputs, min(components, inputs), device=device))
-        self.width = self.axes.shape[1] + shape[0] * THUMBNAIL**2
+            inputs, pixels = rows(torch.zeros(1, *shape, device=device)).shape[1], 3 * math.prod(THUMBNAIL)
+        self.content = min(components, inputs)
+        for name, width, count in (("", inputs, self.content), ("layout_", pixels, LAYOUT)):
+            self.register_buffer(f"{name}centre", torch.zeros(width, device=device))
+            self.register_buffer(f"{name}axes", torch.zeros(width, count, device=device))
+        self.width = self.content + LAYOUT
+        self.condition_width = min(CONDITION, self.content) + LAYOUT
+        self.register_buffer("spread", torch.zeros(self.condition_width, device=device))
 
     @torch.no_grad()
     def fit(self, images: torch.Tensor, seed: int) -> None:
         """Find the principal components of public images, [N, C, H, W] in [-1, 1]."""
-        rows = torch.cat([self._rows[0](part) for part in images.split(IMAGES_PER_BATCH)])
-        found = Components.of(rows, self.axes.shape[1], seed)
-        self.centre.copy_(found.centre)
-        self.axes.zero_()
-        self.axes[:, : found.axes.shape[1]] = found.axes
+        parts = [convert(part, self.shape) for part in images.split(IMAGES_PER_BATCH)]
+        rows, small = (
+            torch.cat([self._rows[0](part) for part in parts]),
+            torch.cat([_thumbnails(part) for part in parts]),
+        )
+        for centre, axes, each in ((self.centre, self.axes, rows), (self.layout_centre, self.layout_axes, small)):
+            found = Components.of(each, axes.shape[1], seed)
+            centre.copy_(found.centre)
+            axes.zero_()
+            axes[:, : found.axes.shape[1]] = found.axes
+        self.spread.copy_(self.condition(self._join(rows, small)).var(0))
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.cat([self._embed(part) for part in images.split(IMAGES_PER_BATCH)])
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
-        components = functional.normalize((self._rows[0](images) - self.centre) @ self.axes, dim=1)
-        small = functional.adaptive_avg_pool2d(images, THUMBNAIL).flatten(1)
-        small = THUMBNAIL_WEIGHT * small / math.sqrt(small.shape[1])
-        return torch.cat([components, small], 1) / math.sqrt(1 + THUMBNAIL_WEIGHT**2)
+        images = convert(images, self.shape)
+        return self._join(self._rows[0](images), _thumbnails(images))
+
+    def _join(self, rows: torch.Tensor, thumbnails: torch.Tensor) -> torch.Tensor:
+        content = functional.normalize((rows - self.centre) @ self.axes, dim=1)
+        layout = (thumbnails - self.layout_centre) @ self.layout_axes / MAX_LAYOUT
+        layout = LAYOUT_WEIGHT * layout / layout.norm(dim=1, keepdim=True).clamp_min(1)
+        return torch.cat([content, layout], 1) / math.sqrt(1 + LAYOUT_WEIGHT**2)
+
+    def condition(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the part of rows that a prior is conditioned on: the content's main components, and the layout."""
+        return torch.cat([rows[..., : min(CONDITION, self.content)], rows[..., self.content :]], -1)
+
+
+def convert(images: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return images [N, C, H, W] with other channels and another size."""
+    if images.shape[1] != shape[0]:
+        images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+    if images.shape[2:] == shape[1:]:
+        return images
+    if images.shape[2] >= shape[1] and images.shape[3] >= shape[2]:
+        return functional.adaptive_avg_pool2d(images, shape[1:])
+    return functional.interpolate(images, shape[1:], mode="bicubic").clamp(-1, 1)
+
+
+def _thumbnails(images: torch.Tensor) -> torch.Tensor:
+    """Return small colour images [N, pixels]; a grey image has three equal channels."""
+    return functional.adaptive_avg_pool2d(images, THUMBNAIL).expand(-1, 3, -1, -1).flatten(1)
 
 
 def _encoder_rows(encoder: Perceptual, shape: tuple[int, int, int]) -> Callable[[torch.Tensor], torch.Tensor]:

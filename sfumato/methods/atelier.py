@@ -1,10 +1,10 @@
 """Atelier: a private painter and a private teacher; a method of this package.
 
 Idea: part of the budget trains a *painter*: a generator that follows noisy kernel means (`kernel_painter.py`) or, with
-`prior`, a public diffusion model that is adapted to the classes (`diffusion_painter.py`). The rest trains a *teacher*,
+`prior`, a public diffusion model (`embedding_painter.py`, `curriculum_painter.py`). The rest trains a *teacher*,
 a linear classifier, by noisy gradients (`teacher.py`). A linear classifier learns much at small epsilon but makes no
 images; a generator makes images, some of the wrong class. So the teacher labels what the painter makes. All of that is
-post-processing. With a prior the teacher comes first, and also chooses what the painter practises on.
+post-processing.
 
 Released: what the painter releases, with common sums where the noise is high; noisy gradient sums of the teacher.
 Public: image shape, class names, a prior and an encoder if they are named; frequencies and initial weights, from the
@@ -31,9 +31,11 @@ from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
 from sfumato.methods.base import ASSUMED_IMAGES, AUTO, Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.diffusion_painter import CPU_TRAINING, DiffusionPainter, PainterTraining
+from sfumato.methods.curriculum_painter import CurriculumPainter
+from sfumato.methods.embedding_painter import EmbeddingPainter
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
+from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter
 from sfumato.methods.teacher import (
     FEW_STEPS,
     EmbeddingTeacher,
@@ -46,6 +48,7 @@ from sfumato.methods.teacher import (
 from sfumato.nets.augmentation import small_affine_warp
 from sfumato.nets.generators import class_weights
 from sfumato.nets.training import even_labels, state_below
+from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
@@ -58,9 +61,9 @@ ASSUMED_NOTE = (
     f"class sizes are not declared, so settings are chosen for {ASSUMED_IMAGES:,} images; with fewer, declare them "
     "(public_size=true) or set preset=high-noise"
 )
-PRIOR_TEACHER_SHARE, PRIOR_MEANS_SHARE = 0.15, 0.15  # of the budget, with a prior; the gradients take the rest
+PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
 GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` with a prior
-Painter = KernelPainter | DiffusionPainter
+Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 
@@ -71,7 +74,7 @@ class Atelier(Synthesizer):
 
     - prior: text; a public diffusion model that the painter adapts: a name of `sfumato prior list`, or the folder of
       `sfumato prior train`; none.
-    - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50.
+    - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50; on a CPU 0.
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
@@ -89,7 +92,7 @@ class Atelier(Synthesizer):
     paper: ClassVar[str] = "this package"
     summary: ClassVar[str] = "a generator from noisy kernel means or a public prior, labelled by a private teacher"
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
-    may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety"}
+    may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety", "steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {
             "steps": CPU_STEPS,
@@ -99,8 +102,7 @@ class Atelier(Synthesizer):
         },
         "prior": {"steps": 50, "teacher_share": PRIOR_TEACHER_SHARE, "teacher": TeacherSettings(steps=FEW_STEPS)},
         "prior-cpu": {
-            "steps": 5,
-            "sampling_prob": 0.002,
+            "steps": 0,
             "teacher_share": PRIOR_TEACHER_SHARE,
             "teacher": TeacherSettings(steps=FEW_STEPS),
             "adaptation": CPU_TRAINING,
@@ -134,12 +136,15 @@ class Atelier(Synthesizer):
             raise ValueError("a prior generates pixels, and with autoencoder the painter makes latents; leave one out")
         if self.encoder and self.autoencoder:
             raise ValueError("encoder takes images, and with autoencoder the teacher sees latents; leave one out")
-        if self.prior and self.steps < 2:
-            raise ValueError(f"with a prior, steps must be at least 2, got {self.steps}")
+        if self.steps == 0 and not self.prior:
+            raise ValueError("steps must be greater than 0, got 0")
+        if self.steps == 1 and self.prior:
+            raise ValueError("with a prior, steps must be at least 2, or 0 for no private gradients")
         if self.teacher.steps == 1:
             raise ValueError("the teacher needs at least 2 steps, or 0 for a choice by the noise")
-        if not self.teacher_share < 1:
-            raise ValueError(f"teacher_share must lie between 0 and 1, got {self.teacher_share!r}")
+        most = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
+        if not self.teacher_share < most:
+            raise ValueError(f"teacher_share must lie between 0 and {most:g}, got {self.teacher_share!r}")
         if not self.variety <= 1:
             raise ValueError(f"variety must lie between 0 and 1, got {self.variety!r}")
         return self
@@ -152,18 +157,20 @@ class Atelier(Synthesizer):
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         if self.prior:
-            return self._diffusion_painter(public).notes()
+            return self._prior_painter(public).notes()
         assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
         return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 
     # -- the plan -----------------------------------------------------------------------------------------
 
     def _painter(self, public: PublicFacts) -> Painter:
-        return self._diffusion_painter(public) if self.prior else self._kernel_painter(public)
+        return self._prior_painter(public) if self.prior else self._kernel_painter(public)
 
-    def _diffusion_painter(self, public: PublicFacts) -> DiffusionPainter:
-        return DiffusionPainter(
-            self.prior,
+    def _prior_painter(self, public: PublicFacts) -> PriorPainter:
+        prior = load_prior(self.prior)
+        kind = EmbeddingPainter if prior.card.condition else CurriculumPainter
+        return kind(
+            prior,
             self.adaptation,
             public,
             steps=self.steps,
@@ -204,9 +211,9 @@ class Atelier(Synthesizer):
         """Return counts, teacher and class means, with a share of the budget, and the painter's gradients."""
         if self.soft_labels and not _has_classes(public):
             raise DataError(NO_TEACHER)
-        painter, share = self._diffusion_painter(public), self.teacher_share if _has_classes(public) else 0.0
-        total = share + PRIOR_MEANS_SHARE
-        first = [*counts_release(public, total**-0.5), *painter.means(PRIOR_MEANS_SHARE)]
+        painter, share = self._prior_painter(public), self.teacher_share if _has_classes(public) else 0.0
+        total = share + PRIOR_MOMENTS_SHARE
+        first = [*counts_release(public, total**-0.5), *painter.moments(PRIOR_MOMENTS_SHARE)]
         if share:
             times = self.teacher.planned_steps(self._noise_per_image(public), share)
             first.append(Release("teacher", times, weight=math.sqrt(times / share)))
@@ -216,7 +223,7 @@ class Atelier(Synthesizer):
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         if self.prior:
-            return self._diffusion_painter(public).facts()
+            return self._prior_painter(public).facts()
         own = {"encoder": load_perceptual(self.encoder).facts} if self.encoder else {}
         return {**self._kernel_painter(public).facts(), **own}
 
@@ -238,18 +245,15 @@ class Atelier(Synthesizer):
 
     def _fit_prior(self, vault: GradientVault, public: PublicFacts) -> None:
         """Train the teacher on an embedding of the images, then the painter."""
-        painter = self._diffusion_painter(public)
+        painter = self._prior_painter(public)
         painter.check_unchanged(vault)
         self.counts_ = class_counts(vault, public)
-        pool = painter.public_pool(self._checkpoints)
-        embedding, embedded = painter.embed(vault, pool, self._checkpoints)
+        embedding, embedded = painter.embed(vault, self._checkpoints)
         teacher = None
         if _has_classes(public):
             self.teacher_ = teacher = EmbeddingTeacher(embedding, len(public.classes))
             teacher.train_on(embedded, self.teacher, float(self.counts_.sum()), self._checkpoints)
-        network = painter.mixed_network(embedding, pool, teacher)
-        network = painter.practise(network, embedded, embedding, pool, self.counts_, self._checkpoints, teacher)
-        self.generator_ = painter.train_privately(vault, network, self.counts_, self._checkpoints).eval()
+        self.generator_ = painter.adapt(vault, embedded, embedding, self.counts_, self._checkpoints, teacher).eval()
         if teacher is not None:
             self.origins_ = self._class_origins(painter)
 
@@ -376,7 +380,7 @@ class Atelier(Synthesizer):
         self.generator_.load_state_dict(state_below(state, "generator."))
         if _has_classes(public):
             classes = len(public.classes)
-            if isinstance(painter, DiffusionPainter):
+            if isinstance(painter, PriorPainter):
                 self.teacher_ = EmbeddingTeacher(painter.new_embedding(), classes)
             else:
                 self.teacher_ = self._new_teacher(painter, untrained_cnn_features(painter.canvas.shape, classes))

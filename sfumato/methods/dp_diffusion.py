@@ -2,7 +2,7 @@
 
 The family of DPDM (Dockhorn et al., TMLR 2023), PDP-Diffusion (Ghalebikesabi et al., 2023) and PrivImage (Li et al.,
 USENIX Security 2024) on one network: a diffusion model is pre-trained on public images, practises on those of its own
-images that resemble the private ones, and is then trained by DP-SGD. `diffusion_painter.py` has the steps.
+images that resemble the private ones, and is then trained by DP-SGD. `curriculum_painter.py` has the steps.
 
 Released: noisy class means of an embedding, once; the noisy sum of per-example gradients of denoising score matching
 over a Poisson sample, at each of `steps` steps. Noisy class counts unless sizes are declared.
@@ -21,8 +21,10 @@ from sfumato.data import PublicFacts
 from sfumato.engine import GradientVault, with_share
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.diffusion_painter import CPU_TRAINING, DiffusionPainter, PainterTraining, Tune
+from sfumato.methods.curriculum_painter import CurriculumPainter
+from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, Tune
 from sfumato.nets.training import state_below
+from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 20_000, 250
@@ -70,9 +72,9 @@ class DPDiffusion(Synthesizer):
             raise ValueError(f"means_share must lie between 0 and 1, got {self.means_share!r}")
         return self
 
-    def _painter(self, public: PublicFacts) -> DiffusionPainter:
-        return DiffusionPainter(
-            self.prior,
+    def _painter(self, public: PublicFacts) -> CurriculumPainter:
+        return CurriculumPainter(
+            load_prior(self.prior),
             self.adaptation if self.curriculum else replace(self.adaptation, rounds=0),
             public,
             steps=self.steps,
@@ -89,7 +91,7 @@ class DPDiffusion(Synthesizer):
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)
         share = self.means_share if self.curriculum else COUNTS_ONLY_SHARE
-        first = [*counts_release(public), *painter.means(1.0)]
+        first = [*counts_release(public), *painter.moments(1.0)]
         if not painter.gradients() or not first:
             return [*first, *painter.gradients()]
         return [*with_share(first, self._budget(public.unit), share), *painter.gradients()]
@@ -101,12 +103,8 @@ class DPDiffusion(Synthesizer):
         painter = self._painter(public)
         painter.check_unchanged(vault)
         self.counts_ = class_counts(vault, public)
-        network = painter.mixed_network()
-        if self.curriculum:
-            pool = painter.public_pool(self._checkpoints)
-            embedding, embedded = painter.embed(vault, pool, self._checkpoints)
-            network = painter.practise(network, embedded, embedding, pool, self.counts_, self._checkpoints)
-        self.network_ = painter.train_privately(vault, network, self.counts_, self._checkpoints).eval()
+        embedding, embedded = painter.embed(vault, self._checkpoints) if self.curriculum else (None, None)
+        self.network_ = painter.adapt(vault, embedded, embedding, self.counts_, self._checkpoints).eval()
 
     @property
     def sample_batch(self) -> int:  # type: ignore[override]

@@ -6,8 +6,10 @@ Hamiltonian dynamics in the density that it describes, from noise down to none.
 Released: at each of `steps` steps, the noisy sum of per-example gradients of score matching over a Poisson sample;
 several noise levels and slices of an image are averaged before its gradient is clipped. Noisy class counts unless sizes
 are declared. With `warm`, first the releases of another method, charged in the same plan: the network is pre-trained on
-what that method's generator draws.
-Public: image shape, class names; initial weights (from the seed); networks named in `residual` and `autoencoder`.
+what that method's generator draws. With `prior`, the network begins as a public diffusion model instead, and the
+gradients train few of its parameters.
+Public: image shape, class names; initial weights (from the seed); networks named in `prior`, `residual` and
+`autoencoder`.
 Events: Poisson-subsampled Gaussian sums, one for each step; those of the warm start.
 
 The form as published is not private: `as_published/published_pge.py`.
@@ -28,16 +30,19 @@ from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.prior_painter import FEW_LABELLED
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
+from sfumato.priors import Prior, load_prior
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
+TUNED = (*FEW_LABELLED, ".code_projection.")  # parameters of a prior that are trained
 VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten megabytes each
 
 
@@ -59,15 +64,17 @@ class SamplerSettings:
 class GradientEstimation(Synthesizer):
     """A score network trained on noisy gradients, and Hamiltonian sampling.
 
+    - prior: text; a public diffusion model that the network begins as: a name of `sfumato prior list`, or the folder of
+      `sfumato prior train`; none.
     - steps: int, 60; number of private gradients.
     - sampling_prob: float, 0.1; probability of an image to be in one.
     - warm: `dp-kernel` (default), `dp-merf`, `dp-mepf` or `none`; the method of the warm start.
-    - network: `score` (default), or `energy`, whose gradient is the score: slower, with an exact Metropolis test.
     - residual: text; a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); none.
     - autoencoder: text; `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
     - sampler: `hamiltonian` (default), `langevin`, or `ode`, the probability flow.
 
-    Presets: `cpu`; `no-warm-start`: more steps at a higher rate.
+    Presets: `cpu`; `no-warm-start`: more steps at a higher rate; `prior`: no warm start; `energy`: a network whose
+    gradient is the score, slower, with an exact Metropolis test.
     """
 
     key: ClassVar[str] = "pge"
@@ -82,15 +89,18 @@ class GradientEstimation(Synthesizer):
             "warm_start": WarmStartSettings(steps=600, batch_size=64),
         },
         "no-warm-start": {"warm": NONE, "steps": 400, "learning_rate": 1e-3},
+        "prior": {"warm": NONE, "learning_rate": 5e-4, "ema": 0.96},
+        "energy": {"network": "energy"},
     }
 
+    prior: str = ""
     steps: int = 60
     sampling_prob: float = 0.1
     warm: WarmMethod = "dp-kernel"
-    network: Literal["score", "energy"] = "score"
     residual: str = ""
     autoencoder: Literal["", "taef2"] = ""
     sampler: Literal["hamiltonian", "langevin", "ode"] = "hamiltonian"
+    network: Literal["score", "energy"] = constant("score")
     warm_start: WarmStartSettings = constant(WarmStartSettings())
     score_settings: ScoreSettings = constant(ScoreSettings())
     sampling: SamplerSettings = constant(SamplerSettings())
@@ -104,9 +114,13 @@ class GradientEstimation(Synthesizer):
         super().validate()
         if self.steps < 2 or self.width % 8:
             raise ValueError("steps must be at least 2, and width a multiple of 8")
+        if self.prior and (self.autoencoder or self.network == "energy" or self.preset == "energy"):
+            raise ValueError("a prior is a score network of pixels; leave out autoencoder and preset=energy")
         return self
 
     def _auto_presets(self, public: PublicFacts) -> list[str]:
+        if self.prior:
+            return [*super()._auto_presets(public), "prior"]
         # The autoencoder's latents are no images that another method could generate.
         without = self.autoencoder or ("warm" in self._given and self.warm == NONE)
         return [*super()._auto_presets(public), *(["no-warm-start"] if without else [])]
@@ -126,6 +140,8 @@ class GradientEstimation(Synthesizer):
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         facts = self._warm_start(public).facts()
+        if self.prior:
+            facts["prior"] = self._load_prior(public).facts
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
@@ -181,7 +197,16 @@ class GradientEstimation(Synthesizer):
         """Return the shape that the network sees: of images, or of an autoencoder's latents."""
         return latent_shape(public.shape) if self.autoencoder else public.shape
 
+    def _load_prior(self, public: PublicFacts) -> Prior:
+        prior = load_prior(self.prior)
+        prior.check_shape(public.shape)
+        if prior.foreign:
+            raise DataError(f"pge does not take the prior {prior.card.name}, a checkpoint of diffusers")
+        return prior
+
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
+        if self.prior:
+            return tuple(self._load_prior(public).card.widths)
         halvings = max(1, math.ceil(math.log2(max(self._space(public)[1:]) / MIDDLE)))
         return (self.width, *[2 * self.width] * halvings)
 
@@ -197,6 +222,14 @@ class GradientEstimation(Synthesizer):
         return NoisyViews(self.score_settings, shape, middle, code=code, autoencoder=autoencoder, **options)
 
     def _new_network(self, public: PublicFacts) -> ScoreNetwork:
+        code = codebook.WIDTH if self.residual else 0
+        if self.prior:
+            prior = self._load_prior(public)
+            shares = torch.full((len(public.classes), prior.card.classes), 1 / prior.card.classes)
+            network = prior.network(public.shape[0]).with_classes(shares, code=code)
+            for name, parameter in network.named_parameters():
+                parameter.requires_grad_(any(part in name for part in TUNED))
+            return network.to(self.torch_device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = ScoreNetwork(
@@ -204,7 +237,7 @@ class GradientEstimation(Synthesizer):
                 len(public.classes),
                 kind=self.network,
                 widths=self._widths(public),
-                code=codebook.WIDTH if self.residual else 0,
+                code=code,
             )
         return network.to(self.torch_device)
 

@@ -139,7 +139,7 @@ class LossGradient:
         self, loss: Callable[..., torch.Tensor], network: ScoreNetwork, *, low_precision: bool = False
     ) -> None:
         self._loss, self._network, self._low_precision = loss, network, low_precision
-        self._parameters = dict(network.named_parameters())
+        self._parameters = {name: value for name, value in network.named_parameters() if value.requires_grad}
         self._graph = Graph(self._compute)
 
     def __call__(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:

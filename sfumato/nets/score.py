@@ -21,16 +21,16 @@ from sfumato.nets.unet import UNet
 
 SIGMA_DATA = 0.5  # d: assumed standard deviation of the images, public
 SCORE_KINDS = ("score", "energy")
-LABELS = "unet.context.0.weight"  # [context, frequencies + classes]: the last columns embed the classes
+LABELS = "unet.context.0.weight"  # [context, frequencies + condition + classes]: the last columns embed the classes
 
 
 class ScoreNetwork(nn.Module):
-    """Map noisy images [N, C, H, W], noise levels [N], labels [N] and optional codes to scores [N, C, H, W].
+    """Map noisy images [N, C, H, W], noise levels [N], labels [N], and codes or conditions, to scores [N, C, H, W].
 
     - channels: of the images.
     - classes: number of classes.
     - kind: "score" (default) or "energy".
-    - options: of the U-Net: `widths`, `context`, `attention`, `code`.
+    - options: of the U-Net: `widths`, `context`, `attention`, `code`, `condition`.
     """
 
     def __init__(self, channels: int, classes: int, *, kind: str = "score", **options: Any) -> None:
@@ -38,26 +38,45 @@ class ScoreNetwork(nn.Module):
         self.kind = kind
         self.unet = UNet(channels, classes, **options)
 
-    def with_classes(self, shares: torch.Tensor) -> ScoreNetwork:
+    def with_classes(self, shares: torch.Tensor, *, code: int = 0) -> ScoreNetwork:
         """Return a copy for other classes, each of them embedded as a mixture of the network's own.
 
         - shares: [new classes, own classes], rows of sum one.
+        - code: channels of codes that the copy takes, without effect at first; 0 (default): none.
         """
         unet, state = self.unet, dict(self.state_dict())
         embedded, labels = state[LABELS].split([state[LABELS].shape[1] - unet.classes, unet.classes], 1)
         state[LABELS] = torch.cat([embedded, labels @ shares.to(labels).T], 1)
-        options: dict[str, Any] = {"widths": unet.widths, "context": unet.context_width, "attention": unet.attention}
-        changed = ScoreNetwork(unet.entry.in_channels, len(shares), kind=self.kind, **options)
+        options: dict[str, Any] = {
+            "widths": unet.widths,
+            "context": unet.context_width,
+            "attention": unet.attention,
+            "condition": unet.condition_width,
+        }
+        changed = ScoreNetwork(unet.entry.in_channels, len(shares), kind=self.kind, code=code, **options)
+        if changed.unet.code_projection is not None:
+            shapes = changed.unet.code_projection.state_dict(prefix="unet.code_projection.")
+            state |= {name: torch.zeros_like(value) for name, value in shapes.items()}
         changed.to(labels.device).load_state_dict(state)
         return changed
 
     def forward(
-        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.with_energy(noisy, levels, labels, code)[0]
+        return self.with_energy(noisy, levels, labels, code, condition)[0]
 
     def with_energy(
-        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return scores, and energies [N] if `kind` is "energy".
 
@@ -65,25 +84,30 @@ class ScoreNetwork(nn.Module):
         """
         s = levels.view(-1, 1, 1, 1)
         variance = s.square() + SIGMA_DATA**2
-        field, potential = self.field(noisy, levels, labels, code)
+        field, potential = self.field(noisy, levels, labels, code, condition)
         score = SIGMA_DATA / (s * variance.sqrt()) * field - noisy / variance
         if potential is None:
             return score, None
         return score, (noisy.square() / (2 * variance)).flatten(1).sum(1) - SIGMA_DATA / levels * potential
 
     def field(
-        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return F, and the potential whose gradient is F if `kind` is "energy"."""
         inputs = noisy / (levels.view(-1, 1, 1, 1).square() + SIGMA_DATA**2).sqrt()
         inputs = inputs.to(next(self.unet.context.parameters()).dtype)
         log_levels = levels.log() / 4
         if self.kind == "score":
-            field: torch.Tensor = self.unet(inputs, log_levels, labels, code)
+            field: torch.Tensor = self.unet(inputs, log_levels, labels, code, condition)
             return field.float(), None
 
         def potential(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            values = _dot(u, self.unet(u, log_levels, labels, code).float())
+            values = _dot(u, self.unet(u, log_levels, labels, code, condition).float())
             return values.sum(), values
 
         gradient, (_, values) = grad_and_value(potential, has_aux=True)(inputs)
@@ -97,6 +121,7 @@ def denoising_loss(
     levels: torch.Tensor,
     labels: torch.Tensor,
     code: torch.Tensor | None = None,
+    condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Denoising score matching (Vincent 2011), [N]: half the mean squared error of F, a weighted |score + n / s|² / 2.
 
@@ -106,7 +131,7 @@ def denoising_loss(
     variance = s.square() + SIGMA_DATA**2
     noisy = images + s * noise
     target = (images - SIGMA_DATA**2 / variance * noisy) * variance.sqrt() / (s * SIGMA_DATA)
-    return (network.field(noisy, levels, labels, code)[0] - target).square().flatten(1).mean(1) / 2
+    return (network.field(noisy, levels, labels, code, condition)[0] - target).square().flatten(1).mean(1) / 2
 
 
 def sliced_loss(

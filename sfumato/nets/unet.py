@@ -1,4 +1,4 @@
-"""Small U-Net (Ronneberger et al. 2015; Ho et al. 2020), conditioned on noise level and class.
+"""Small U-Net (Ronneberger et al. 2015; Ho et al. 2020), conditioned on noise level, class and an embedding.
 
 It has group norm, no batch norm and no dropout: rows are independent, so per-example gradients are defined.
 """
@@ -29,6 +29,7 @@ class UNet(nn.Module):
     - attention: number of lowest resolutions whose blocks are followed by self-attention, default 0.
     - code: channels of codes of size `middle_size`, which are added to the features at the lowest resolution; 0
       (default): no codes.
+    - condition: width of an embedding of the image to be made, beside its class; 0 (default): none.
     """
 
     def __init__(
@@ -40,23 +41,27 @@ class UNet(nn.Module):
         context: int = 64,
         attention: int = 0,
         code: int = 0,
+        condition: int = 0,
     ) -> None:
         super().__init__()
         self.classes, self.widths, self.context_width, self.attention = classes, widths, context, attention
-        self._frequencies = context // 2
-        self.context = nn.Sequential(nn.Linear(context + classes, context), nn.SiLU(), nn.Linear(context, context))
+        self.condition_width, self._frequencies = condition, context // 2
+        self.context = nn.Sequential(
+            nn.Linear(context + condition + classes, context), nn.SiLU(), nn.Linear(context, context)
+        )
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
+        informed = context + condition  # what a block sees
         attended = [depth >= len(widths) - attention for depth in range(len(widths))]
         self.down = nn.ModuleList(
-            _block(width, width, context, attend) for width, attend in zip(widths[:-1], attended, strict=False)
+            _block(width, width, informed, attend) for width, attend in zip(widths[:-1], attended, strict=False)
         )
         self.downsample = nn.ModuleList(nn.Conv2d(fine, coarse, 3, 2, 1) for fine, coarse in pairwise(widths))
         self.code_projection = nn.Conv2d(code, widths[-1], 1) if code else None
-        self.middle = _block(widths[-1], widths[-1], context, attended[-1])
+        self.middle = _block(widths[-1], widths[-1], informed, attended[-1])
         upward = list(pairwise(reversed(widths)))
         self.upsample = nn.ModuleList(nn.Conv2d(coarse, fine, 3, padding=1) for coarse, fine in upward)
         self.up = nn.ModuleList(
-            _block(2 * fine, fine, context, attend)
+            _block(2 * fine, fine, informed, attend)
             for (_, fine), attend in zip(upward, reversed(attended[:-1]), strict=True)
         )
         self.last = nn.Sequential(
@@ -64,13 +69,22 @@ class UNet(nn.Module):
         )
 
     def forward(
-        self, images: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        images: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> torch.Tensor:
         exponents = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(exponents * math.log(1000.0))
         one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)  # label -1: no class
         label = math.sqrt(self._frequencies) * one_hot  # the norm of the embedding of the noise level
-        context = self.context(torch.cat([angles.sin(), angles.cos(), label], 1).to(images.dtype))
+        if condition is None:  # zeros: no embedding
+            condition = images.new_zeros(len(images), self.condition_width)
+        given = (math.sqrt(self.condition_width) * condition).to(images.dtype)
+        context = self.context(torch.cat([angles.sin(), angles.cos(), given, label], 1).to(images.dtype))
+        context = torch.cat([context, given], 1)
         maps, skips = self.entry(images), []
         for block, downsample in zip(self.down, self.downsample, strict=True):
             skips.append(block(maps, context))

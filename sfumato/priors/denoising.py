@@ -17,8 +17,10 @@ from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine.compiled import Compiled
 from sfumato.engine.state import entries_below, flat, read_tensors, restore, state_of, write_tensors
+from sfumato.features.embedding import ImageEmbedding
+from sfumato.features.perceptual import Perceptual
 from sfumato.nets.samplers import dpm_solver, karras_levels
-from sfumato.nets.score import ScoreNetwork, denoising_loss
+from sfumato.nets.score import LABELS, ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
 from sfumato.progress import bar
@@ -26,7 +28,8 @@ from sfumato.progress import bar
 CHECKPOINT, PICTURE = "checkpoint.safetensors", "samples.png"
 CHECKPOINTS = 20  # of a training
 HELD_OUT, MAX_HELD_OUT = 0.02, 1000  # part of the images, and at most so many, that measure the loss
-DROPPED = 0.1  # of the labels, so that the network also learns images of no class
+DROPPED = 0.1  # of the conditions, so that the network also learns images of which nothing is known, for guidance
+UNLABELLED = 0.5  # of the labels; with the rest of the images only an embedding is known, or nothing
 LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard deviation of their logarithm
 LOWEST, HIGHEST = 0.002, 80.0  # noise levels
 SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
@@ -34,6 +37,8 @@ GUIDED = (0.2, 6.0)  # noise levels with guidance
 GPU_BATCH = 2000  # images drawn at once on a GPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
+EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 2000  # public images from which its components come
+SCALE_SHIFT = ".scale_shift.weight"  # its last columns take the condition
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
 
 
@@ -63,6 +68,7 @@ def train_prior(
     trained_on: str,
     licence: str = "not stated",
     encoder: str = "",
+    start: Prior | None = None,
     settings: PriorTraining = PriorTraining(),  # noqa: B008  (frozen)
     resume: bool = False,
     seed: int = 0,
@@ -70,8 +76,13 @@ def train_prior(
 ) -> Prior:
     """Train a prior on public images; write it, a picture of samples and checkpoints to `folder`.
 
+    The network is conditioned on labels and on an embedding of the image (`features/embedding.py`), so that a method
+    can ask for images whose embedding it has learned about.
+
     - images: public images of one size, grey or colour, 16 to 64 pixels a side; labels serve as conditions.
-    - name, trained_on, licence, encoder: for the card.
+    - name, trained_on, licence: for the card.
+    - encoder: public network of the embedding, as `load_perceptual` takes it; default: scattering coefficients.
+    - start: a prior with a network of the same widths, whose training is continued with these images; default none.
     - settings: of the training and the network.
     - resume: continue an interrupted training in that folder, default False.
     - seed: of initial weights, order and noise, default 0. device: default "cpu".
@@ -92,39 +103,100 @@ def train_prior(
         raise DataError(
             f"{target} holds an interrupted training; continue it with resume (--resume) or use another folder"
         )
-    target.mkdir(parents=True, exist_ok=True)
     classes = len(images.classes) if images.labels is not None else 1
-    card = PriorCard(
-        name,
-        channels,
-        height,
-        classes,
-        settings.widths,
-        settings.context,
-        settings.attention,
-        trained_on,
-        licence,
-        encoder,
-    )
+    network_shape = settings.widths, settings.context, settings.attention
+    card = PriorCard(name, channels, height, classes, *network_shape, trained_on, licence, encoder)
+    if start is not None:
+        if not _alike(card, start.card):
+            raise DataError(
+                f"the prior {start.card.name} has a network of other channels, widths, context or attention"
+            )
+        trained_on, licence = _both(trained_on, start.card.trained_on), _both(licence, start.card.licence)
+        card = replace(card, trained_on=trained_on, licence=licence)
+    network_of_embedding = card.load_encoder(place)
+    if network_of_embedding is not None:
+        card = replace(card, encoder_sha256=network_of_embedding.sha256)
+    embedding = _embedding(card, network_of_embedding, start, images, seed, place)
+    card = replace(card, condition=embedding.condition_width)
+    target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = card.new_network().to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network = card.new_network()
+        if start is not None:
+            network.load_state_dict(_grown(start, card, dict(network.state_dict())))
+        network = network.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
-    batches = PublicBatches(images, settings, seed, place)
-    _train(trainer, batches, settings, target / CHECKPOINT, f"{card}, {settings}, seed {seed}, {_digest(images)}")
+    batches = PublicBatches(images, embedding, settings, seed, place)
+    began = "" if start is None else start.sha256
+    identity = f"{card}, {settings}, seed {seed}, {_digest(images)}, {began}"
+    _train(trainer, batches, settings, target / CHECKPOINT, identity)
     average = cast(ScoreNetwork, trainer.average.eval())
-    loss = batches.held_out_loss(average)
     notes = {
-        "held_out_loss": round(loss, 4),
+        "held_out_loss": round(batches.held_out_loss(average), 4),
+        "held_out_loss_conditioned": round(batches.held_out_loss(average, conditioned=True), 4),
         "images": len(images),
         "steps": settings.steps,
         "batch_size": settings.batch_size,
+        "images_seen": settings.steps * settings.batch_size + (start.card.notes.get("images_seen", 0) if start else 0),
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        **({} if start is None else {"start_sha256": start.sha256}),
     }
-    _picture(average, card, place, seed, target / PICTURE)
-    save_prior(target, replace(card, notes=notes), average.state_dict())
+    _picture(average, card, batches.held_out_conditions(SHOWN), place, seed, target / PICTURE)
+    save_prior(target, replace(card, notes=notes), average.state_dict(), embedding.state_dict())
     (target / CHECKPOINT).unlink(missing_ok=True)
     return load_prior(target)
+
+
+def _both(new: str, before: str) -> str:
+    """Return what holds for both trainings of a prior: a certificate has to name the images of each."""
+    return new if new == before else f"{new}; before that, {before}"
+
+
+def _alike(card: PriorCard, other: PriorCard) -> bool:
+    return (card.channels, card.widths, card.context, card.attention) == (
+        other.channels,
+        tuple(other.widths),
+        other.context,
+        other.attention,
+    )
+
+
+def _embedding(
+    card: PriorCard,
+    encoder: Perceptual | None,
+    start: Prior | None,
+    images: ImageSet,
+    seed: int,
+    device: torch.device,
+) -> ImageEmbedding:
+    """Return the embedding of the prior that the training starts from, if it is of the same kind; else fit one."""
+    if start is not None and start.embedding and (start.card.encoder, start.card.size) == (card.encoder, card.size):
+        return start.new_embedding(encoder, device)
+    embedding = ImageEmbedding(card.shape, encoder, device)
+    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:EMBEDDING_IMAGES]
+    embedding.fit(to_unit_range(images.images[chosen].to(device)), seed)
+    return embedding
+
+
+def _grown(start: Prior, card: PriorCard, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a prior in the shapes of `state`: conditions that it does not know have no effect yet."""
+    known = start.card.condition if (start.card.encoder, start.card.size) == (card.encoder, card.size) else 0
+    for name, value in start.state.items():
+        if name == LABELS:
+            first, own, labels = value.split([card.context, start.card.condition, start.card.classes], 1)
+            if start.card.classes != card.classes:
+                labels = labels.mean(1, keepdim=True).expand(-1, card.classes)
+            state[name] = torch.cat([first, _columns(own[:, :known], card.condition), labels], 1)
+        elif name.endswith(SCALE_SHIFT):
+            first, own = value.split([card.context, start.card.condition], 1)
+            state[name] = torch.cat([first, _columns(own[:, :known], card.condition)], 1)
+        else:
+            state[name] = value
+    return state
+
+
+def _columns(columns: torch.Tensor, count: int) -> torch.Tensor:
+    return columns if columns.shape[1] == count else columns.new_zeros(len(columns), count)
 
 
 def _digest(images: ImageSet) -> str:
@@ -137,20 +209,24 @@ def _digest(images: ImageSet) -> str:
 class PublicBatches:
     """Batches of public images with noise, and held-out images with fixed noise."""
 
-    def __init__(self, images: ImageSet, settings: PriorTraining, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, images: ImageSet, embedding: ImageEmbedding, settings: PriorTraining, seed: int, device: torch.device
+    ) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         held = min(MAX_HELD_OUT, math.ceil(HELD_OUT * len(images)))
         labels = images.labels if images.labels is not None else torch.zeros(len(images), dtype=torch.int64)
         self._pixels, self._labels = images.images[order].to(device), labels[order].to(device)
         self._held, self._settings = held, settings
+        parts = [embedding(to_unit_range(part)) for part in self._pixels.split(EMBEDDED_AT_ONCE)]
+        self._conditions = embedding.condition(torch.cat(parts))
 
     @property
     def state(self) -> torch.Generator:
         return self._generator
 
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return images, noise, noise levels and labels of a batch."""
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return images, noise, noise levels, labels and conditions of a batch."""
         generator, count = self._generator, self._settings.batch_size
         device = generator.device
         chosen = torch.randint(self._held, len(self._pixels), (count,), generator=generator, device=device)
@@ -158,24 +234,32 @@ class PublicBatches:
         if self._settings.flip:
             mirrored = torch.rand(count, 1, 1, 1, generator=generator, device=device) < 0.5
             pixels = torch.where(mirrored, pixels.flip(3), pixels)
-        dropped = torch.rand(count, generator=generator, device=device) < DROPPED
+        kept = torch.rand(count, 1, generator=generator, device=device) >= DROPPED
+        unlabelled = torch.rand(count, generator=generator, device=device) < UNLABELLED
         noise = torch.randn(pixels.shape, generator=generator, device=device)
         levels = draw_levels(count, generator)
-        return pixels, noise, levels, torch.where(dropped, -1, labels)
+        return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[chosen]
+
+    def held_out_conditions(self, count: int) -> torch.Tensor:
+        """Return the embeddings of `count` held-out images, some of them repeated if there are fewer."""
+        return self._conditions[torch.arange(count) % self._held]
 
     @torch.no_grad()
-    def held_out_loss(self, network: ScoreNetwork) -> float:
-        """Return the mean loss on held-out images, at noise levels and noise that do not change."""
+    def held_out_loss(self, network: ScoreNetwork, *, conditioned: bool = False) -> float:
+        """Return the mean loss on held-out images, at noise levels and noise that do not change.
+
+        - conditioned: whether their embedding is known; their labels are not.
+        """
         generator, device = torch.Generator().manual_seed(0), self._pixels.device
         levels = draw_levels(self._held, generator)
         noise = torch.randn(self._held, *self._pixels.shape[1:], generator=generator)
         total = 0.0
         for part in torch.arange(self._held).split(250):
             here = part.to(device)
-            pixels, labels = to_unit_range(self._pixels[here]), self._labels[here]
-            total += float(
-                denoising_loss(network, pixels, noise[part].to(device), levels[part].to(device), labels).sum()
-            )
+            pixels, none = to_unit_range(self._pixels[here]), torch.full((len(part),), -1, device=device)
+            condition = self._conditions[here] if conditioned else None
+            given = noise[part].to(device), levels[part].to(device), none
+            total += float(denoising_loss(network, pixels, *given, condition=condition).sum())
         return total / self._held
 
 
@@ -186,13 +270,18 @@ def draw_levels(count: int, generator: torch.Generator, centre: float = LEVEL_CE
 
 
 def mean_denoising_loss(
-    network: ScoreNetwork, images: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor
+    network: ScoreNetwork,
+    images: torch.Tensor,
+    noise: torch.Tensor,
+    levels: torch.Tensor,
+    labels: torch.Tensor,
+    condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mean loss of a batch; on a GPU networks compute in bfloat16."""
     device = images.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         pixels = images.contiguous(memory_format=torch.channels_last)
-        return denoising_loss(network, pixels, noise, levels, labels).mean()
+        return denoising_loss(network, pixels, noise, levels, labels, condition=condition).mean()
 
 
 compiled_denoising_loss = Compiled(mean_denoising_loss)
@@ -235,21 +324,27 @@ def draw_images(
     *,
     levels: int = SAMPLER_LEVELS,
     guidance: float = 1.0,
+    condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU in bfloat16, compiled, in batches of one size.
 
+    - condition: embeddings [N, width] of the images, if the network is conditioned on them; default none.
     - levels: number of noise levels of the sampler.
     - guidance: of classifier-free guidance (Ho and Salimans 2022), at medium noise levels only (Kynkäänniemi et al.
       2024); 1: none.
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
     if device.type != "cuda":
-        return _draw_batch(network, shape, labels, generator, schedule, guidance)
+        return _draw_batch(network, shape, labels, condition, generator, schedule, guidance)
     fast = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
     parts = []
-    for part in labels.split(GPU_BATCH):
-        padded = functional.pad(part, (0, GPU_BATCH - len(part)))
-        parts.append(_draw_batch(fast, shape, padded, generator, schedule, guidance)[: len(part)])
+    for start in range(0, len(labels), GPU_BATCH):
+        part, given = labels[start : start + GPU_BATCH], None
+        missing = GPU_BATCH - len(part)
+        if condition is not None:
+            given = functional.pad(condition[start : start + GPU_BATCH], (0, 0, 0, missing))
+        padded = functional.pad(part, (0, missing))
+        parts.append(_draw_batch(fast, shape, padded, given, generator, schedule, guidance)[: len(part)])
     return torch.cat(parts)
 
 
@@ -257,35 +352,45 @@ def _draw_batch(
     network: ScoreNetwork,
     shape: tuple[int, int, int],
     labels: torch.Tensor,
+    condition: torch.Tensor | None,
     generator: torch.Generator,
     schedule: Sequence[float],
     guidance: float,
 ) -> torch.Tensor:
     device, none = generator.device, torch.full_like(labels, -1)
+    nothing = None if condition is None else torch.zeros_like(condition)
 
     def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
         levels = torch.full((len(x),), level, device=device)
-        score = _compiled_score(network, x, levels, labels)
+        score = _compiled_score(network, x, levels, labels, condition)
         if guidance != 1 and GUIDED[0] < level < GUIDED[1]:
             plain = score.clone()
-            score = torch.lerp(_compiled_score(network, x, levels, none), plain, guidance)
+            score = torch.lerp(_compiled_score(network, x, levels, none, nothing), plain, guidance)
         return x + level**2 * score
 
     noise = schedule[0] * torch.randn(len(labels), *shape, generator=generator, device=device)
     return dpm_solver(denoise, noise, schedule).clamp(-1, 1)
 
 
-def _score(network: ScoreNetwork, x: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    score: torch.Tensor = network(x.contiguous(memory_format=torch.channels_last), levels, labels)
+def _score(
+    network: ScoreNetwork,
+    x: torch.Tensor,
+    levels: torch.Tensor,
+    labels: torch.Tensor,
+    condition: torch.Tensor | None,
+) -> torch.Tensor:
+    pixels = x.contiguous(memory_format=torch.channels_last)
+    score: torch.Tensor = network(pixels, levels, labels, condition=condition)
     return score
 
 
 _compiled_score = Compiled(_score)
 
 
-def _picture(network: ScoreNetwork, card: PriorCard, device: torch.device, seed: int, path: Path) -> None:
-    """Write a grid of samples, in the order of the classes."""
-    labels = torch.arange(SHOWN, device=device) * card.classes // SHOWN
-    shape = (card.channels, card.size, card.size)
-    images = draw_images(network, shape, labels, torch.Generator(device).manual_seed(seed))
+def _picture(
+    network: ScoreNetwork, card: PriorCard, conditions: torch.Tensor, device: torch.device, seed: int, path: Path
+) -> None:
+    """Write a grid of samples with the embeddings of held-out images."""
+    none, generator = torch.full((len(conditions),), -1, device=device), torch.Generator(device).manual_seed(seed)
+    images = draw_images(network, card.shape, none, generator, condition=conditions)
     contact_sheet(ImageSet(to_bytes(images).cpu()), path, per_class=SHOWN)

@@ -99,15 +99,22 @@ class DiffusersNetwork(ScoreNetwork):
                 module.set_processor(PlainAttention())
         self.unet = unet
 
-    def with_classes(self, shares: torch.Tensor) -> DiffusersNetwork:
+    def with_classes(self, shares: torch.Tensor, *, code: int = 0) -> DiffusersNetwork:
+        assert not code
         changed = copy.deepcopy(self)
         changed.class_rows = nn.Parameter(shares.to(self.class_rows) @ self.class_rows.detach())
         return changed
 
     def field(
-        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert code is None
+        assert condition is None
         s, dtype = levels.view(-1, 1, 1, 1), self.class_rows.dtype
         one_hot = labels[:, None] == torch.arange(len(self.class_rows), device=labels.device)  # label -1: no class
         scaled = noisy * (1 + s.square()).rsqrt()

@@ -15,13 +15,18 @@ from typing import Any
 import torch
 
 from sfumato.data import DataError
+from sfumato.features import load_perceptual
+from sfumato.features.embedding import ImageEmbedding
+from sfumato.features.perceptual import Perceptual
 from sfumato.features.weights import SAFETENSORS, check_fit, read_card, read_state, save_with_card, sha256_of
 from sfumato.nets.score import ScoreNetwork
+from sfumato.nets.training import state_below
 
 FORMAT = "sfumato-prior-1"
 FILE = "prior.safetensors"  # in the folder that `train_prior` writes
 SHIPPED = Path(__file__).parent / "data"
 MAX_RATIO = 2.0  # between the side of images and of the prior's own
+EMBEDDING = "embedding."  # names of the embedding's tensors in a file
 ENTRY, LAST, LAST_BIAS = "unet.entry.weight", "unet.last.2.weight", "unet.last.2.bias"
 
 
@@ -34,7 +39,9 @@ class PriorCard:
     - classes: number of its classes; 1 if the images had no labels.
     - widths, context, attention: of the U-Net.
     - trained_on: images, and where they come from. licence: of the weights.
-    - encoder: name of an encoder trained on the same images, for a teacher; empty: none.
+    - encoder: public network of the embedding (`features/embedding.py`); empty: scattering coefficients.
+    - encoder_sha256: of its weight file.
+    - condition: width of the embedding on which the network is conditioned; 0: it is not.
     - notes: further facts, for example the held-out loss; default none.
     """
 
@@ -48,12 +55,27 @@ class PriorCard:
     trained_on: str
     licence: str
     encoder: str = ""
+    encoder_sha256: str = ""
+    condition: int = 0
     notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.channels, self.size, self.size
 
     def new_network(self) -> ScoreNetwork:
         """Return the network with initial weights."""
-        options: dict[str, Any] = {"widths": tuple(self.widths), "context": self.context, "attention": self.attention}
+        options: dict[str, Any] = {
+            "widths": tuple(self.widths),
+            "context": self.context,
+            "attention": self.attention,
+            "condition": self.condition,
+        }
         return ScoreNetwork(self.channels, self.classes, **options)
+
+    def load_encoder(self, device: torch.device) -> Perceptual | None:
+        """Load the public network of the embedding."""
+        return load_perceptual(self.encoder, device) if self.encoder else None
 
 
 @dataclass(frozen=True)
@@ -61,11 +83,13 @@ class Prior:
     """A prior in memory.
 
     - card: origin and network. state: the weights, float32. sha256: of the file.
+    - embedding: state of the embedding on which the network is conditioned; empty: none.
     """
 
     card: PriorCard
     state: Mapping[str, torch.Tensor]
     sha256: str
+    embedding: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -83,6 +107,21 @@ class Prior:
     def foreign(self) -> bool:
         """Whether the network is of another library; methods then train adapters only."""
         return False
+
+    def new_embedding(self, encoder: Perceptual | None, device: torch.device) -> ImageEmbedding:
+        """Return the embedding on which the network is conditioned; `encoder` is what the card names."""
+        if encoder is not None and encoder.sha256 != self.card.encoder_sha256:
+            raise DataError(
+                f"the prior {self.card.name} was trained with another file of the encoder {self.card.encoder} "
+                f"(SHA-256 {self.card.encoder_sha256[:8]}, here {encoder.sha256[:8]})"
+            )
+        embedding = ImageEmbedding(self.card.shape, encoder, device)
+        check_fit(embedding, self.embedding, f"the embedding of the prior {self.card.name}")
+        finite = all(value.isfinite().all() for value in self.embedding.values())
+        if not finite or embedding.condition_width != self.card.condition:
+            raise DataError(f"the embedding of the prior {self.card.name} is damaged, or not the one of its network")
+        embedding.load_state_dict(self.embedding)
+        return embedding
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
         """Raise `DataError` for images whose size is too far from that of the prior's own images."""
@@ -113,11 +152,17 @@ class Prior:
         return network
 
 
-def save_prior(folder: str | Path, card: PriorCard, state: Mapping[str, torch.Tensor]) -> Path:
+def save_prior(
+    folder: str | Path,
+    card: PriorCard,
+    state: Mapping[str, torch.Tensor],
+    embedding: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
     """Write a prior to a folder (or a file NAME.safetensors); return the path of the file."""
     path = Path(folder) if Path(folder).suffix == SAFETENSORS else Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_with_card(path, state, asdict(card), FORMAT)
+    named = {f"{EMBEDDING}{name}": value for name, value in (embedding or {}).items()}
+    save_with_card(path, {**state, **named}, asdict(card), FORMAT)
     return path
 
 
@@ -141,7 +186,9 @@ def load_prior(source: str | Path) -> Prior:
 @lru_cache(maxsize=2)  # a plan, a fit and each batch of samples need it
 def _read(path: Path, version: tuple[int, int]) -> Prior:  # noqa: ARG001
     digest, card = sha256_of(path), _card(path)
-    state = {name: value.float().clone() for name, value in read_state(path).items()}  # not mapped to the file
+    held = {name: value.float().clone() for name, value in read_state(path).items()}  # not mapped to the file
+    embedding = state_below(held, EMBEDDING)
+    state = {name: value for name, value in held.items() if not name.startswith(EMBEDDING)}
     if sha256_of(path) != digest:
         raise DataError(f"{path} was changed while it was read; try again")
     try:
@@ -150,7 +197,9 @@ def _read(path: Path, version: tuple[int, int]) -> Prior:  # noqa: ARG001
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"the card in {path} describes no valid network: {error}") from error
     check_fit(network, state, path)
-    return Prior(card, state, digest)
+    if card.condition and embedding.keys() != ImageEmbedding.STATE:
+        raise DataError(f"{path} holds no embedding, on which its network is conditioned")
+    return Prior(card, state, digest, embedding=embedding)
 
 
 def _find(source: str | Path) -> Path:

@@ -1,0 +1,158 @@
+"""The embedding painter: a prior that is asked for images with the embeddings of a private class.
+
+The network of such a prior is conditioned on an embedding of the image to be made (`features/embedding.py`): it has
+learned from public images what an image with this embedding looks like. So the private images have to say only how
+their embeddings are distributed:
+
+1. Ask for noisy sums of first and second moments of each class; a Gaussian distribution for each class follows
+   (`features/class_gaussians.py`).
+2. Draw embeddings from it, and images with these embeddings.
+3. Correct, free of charge: the network follows an embedding in part only. The class means that it is asked for are
+   moved until the embeddings of its images have the class means of the private ones.
+4. Optional: train the network by DP-SGD on private images and their embeddings, so that it learns their look.
+
+Released: the moments, once; at each of `steps` steps a noisy sum of clipped per-example gradients.
+Public: the prior and its encoder, named in the certificate with what they were trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfumato.data import DataError
+from sfumato.engine import GradientVault
+from sfumato.features.class_gaussians import ClassGaussians, moment_rows
+from sfumato.features.embedding import ImageEmbedding, convert
+from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.prior_painter import PriorPainter, PrivateLoss
+from sfumato.methods.teacher import EmbeddingTeacher
+from sfumato.nets.score import ScoreNetwork
+from sfumato.nets.training import even_labels
+from sfumato.priors import Prior
+from sfumato.priors.denoising import draw_images
+from sfumato.privacy import Release
+
+NO_GRADIENTS_NOTE = "without private gradients (steps=0) the images keep the look of the prior's; a GPU is advised"
+CORRECTION_IMAGES, LEAST_PER_CLASS = 10_000, 100  # drawn in a round of the correction; fewer would add noise
+CORRECTION = 0.7  # part of the difference of means by which a round corrects
+
+
+class ConditionedGenerator(nn.Module):
+    """A network, and the distributions of the embeddings that it is asked for."""
+
+    means: torch.Tensor
+    roots: torch.Tensor
+
+    def __init__(self, network: ScoreNetwork, classes: int, width: int) -> None:
+        super().__init__()
+        self.network = network
+        device = next(network.parameters()).device
+        self.register_buffer("means", torch.zeros(classes, width, device=device))
+        self.register_buffer("roots", torch.zeros(classes, width, width, device=device))
+
+    @property
+    def gaussians(self) -> ClassGaussians:
+        return ClassGaussians(self.means, self.roots)
+
+
+class EmbeddingPainter(PriorPainter):
+    """A prior that makes images with the embeddings of a class. It works in the prior's own shape."""
+
+    def __init__(self, prior: Prior, *arguments: Any, encoder: str, **options: Any) -> None:
+        if encoder not in ("", prior.card.encoder):
+            raise DataError(f"the prior {prior.card.name} has its own encoder, {prior.card.encoder}; leave encoder out")
+        super().__init__(prior, *arguments, encoder=encoder, **options)
+        self.new_embedding()  # a damaged prior is refused before anything is spent
+
+    def notes(self) -> list[str]:
+        return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
+
+    def moments(self, share: float) -> list[Release]:
+        return [Release("moments", weight=share**-0.5)]
+
+    def new_embedding(self) -> ImageEmbedding:
+        return self.prior.new_embedding(self.encoder, self.device)
+
+    def embed(self, vault: GradientVault, checkpoints: Checkpoints) -> tuple[ImageEmbedding, GradientVault]:  # noqa: ARG002
+        embedding = self.new_embedding()
+        return embedding, vault.map(embedding)
+
+    def adapt(
+        self,
+        vault: GradientVault,
+        embedded: GradientVault,
+        embedding: ImageEmbedding,
+        counts: torch.Tensor,
+        checkpoints: Checkpoints,
+        teacher: EmbeddingTeacher | None = None,  # noqa: ARG002
+    ) -> ConditionedGenerator:
+        found = self._gaussians(embedded, embedding, counts, checkpoints)
+        made = self.new_generator()
+        shape, width = self.prior.card.shape, embedding.condition_width
+        loss = PrivateLoss(shape, self.settings.level_centre, width)
+        records = vault.map(Records(embedding)) if self.steps else vault
+        network = self.train_privately(records, made.network, counts, checkpoints, loss).eval()
+        made.network = network
+        made.means.copy_(found.means)
+        made.roots.copy_(found.roots)
+        self._correct(made, embedding, checkpoints)
+        return made
+
+    def _gaussians(
+        self, embedded: GradientVault, embedding: ImageEmbedding, counts: torch.Tensor, checkpoints: Checkpoints
+    ) -> ClassGaussians:
+        def ask() -> dict[str, torch.Tensor]:
+            rows: Callable[[torch.Tensor], torch.Tensor] = lambda rows: moment_rows(embedding.condition(rows))  # noqa: E731
+            return {"sums": embedded.sum(rows, release="moments", bound=1.0, by_class=True)}
+
+        sums = checkpoints.once("moments", ask)["sums"].to(self.device)
+        return ClassGaussians.of(sums, counts, embedded.plan["moments"].noise, embedding.spread)
+
+    def _correct(self, made: ConditionedGenerator, embedding: ImageEmbedding, checkpoints: Checkpoints) -> None:
+        """Move the class means that are asked for, until the images have the means of the private ones."""
+        wanted, classes = made.means.clone(), len(made.means)
+        count = min(self.settings.pool, CORRECTION_IMAGES)
+        if count < LEAST_PER_CLASS * classes:
+            return
+        labels = even_labels(classes, count, self.device)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        for _ in checkpoints.loop("correction", self.settings.rounds, means=made.means, random=generator):
+            rows = embedding.condition(embedding(self.paint(made, labels, generator)))
+            sums = torch.zeros_like(wanted).index_add_(0, labels, rows)
+            made.means += CORRECTION * (wanted - sums / torch.bincount(labels, minlength=classes)[:, None])
+
+    # -- samples ------------------------------------------------------------------------------------------
+
+    def paint(self, generator_network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        assert isinstance(generator_network, ConditionedGenerator)
+        return draw_images(
+            generator_network.network,
+            self.prior.card.shape,
+            torch.full_like(labels, -1),
+            generator,
+            levels=self.settings.levels,
+            guidance=self.settings.guidance,
+            condition=generator_network.gaussians.draw(labels, generator),
+        )
+
+    def new_generator(self) -> ConditionedGenerator:
+        card = self.prior.card
+        return ConditionedGenerator(self.prior.network().to(self.device), len(self.public.classes), card.condition)
+
+    def decode(self, painted: torch.Tensor) -> torch.Tensor:
+        return convert(painted, self.public.shape)
+
+
+class Records:
+    """Map images to records for private gradients: pixels in the prior's shape, and the condition."""
+
+    def __init__(self, embedding: ImageEmbedding) -> None:
+        self._embedding = embedding
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = convert(images, self._embedding.shape).flatten(1)
+        return torch.cat([pixels, self._embedding.condition(self._embedding(images))], 1)
