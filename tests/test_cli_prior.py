@@ -69,11 +69,24 @@ def test_train_then_use(public: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "finished prior" in capsys.readouterr().err
 
 
+def test_train_continues_another_prior(public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its network and its encoder, which need not be given again."""
+    words = ("prior", "train", public, "--size", "16", "--steps", "2", "--batch-size", "4", "--device", "cpu")
+    assert run(monkeypatch, *words, "--encoder", "small_tinyimagenet", "--out", tmp_path / "first") == 0
+    assert run(monkeypatch, *words, "--start", tmp_path / "first", "--out", tmp_path / "second") == 0
+    first, second = (load_prior(tmp_path / name) for name in ("first", "second"))
+    assert second.card.encoder == first.card.encoder == "small_tinyimagenet"
+    assert second.card.widths == first.card.widths
+    assert (first.card.notes["images_seen"], second.card.notes["images_seen"]) == (8, 16)
+    assert all((second.embedding[name] == value).all() for name, value in first.embedding.items())
+
+
 def test_errors_are_one_line(public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     train = ("prior", "train", public, "--out", tmp_path / "p")
     for words, status, message in (
         ((*train, "--size", "128"), 1, "16 to 64 pixels"),
         ((*train, "--size", "16", "--width", "12"), 2, "multiple of 8"),
+        ((*train, "--size", "16", "--start", "nowhere"), 1, "there is no prior 'nowhere'"),
         (("plan", public, "--prior", "nowhere"), 1, "there is no prior 'nowhere'"),
         (("plan", public, "--prior", "tiny-imagenet", "--method", "dp-merf"), 2, "no parameter 'prior'"),
     ):

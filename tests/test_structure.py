@@ -57,7 +57,8 @@ ONLY = {
 }
 SHARED_BY_METHODS = {
     *("base", "generator_method", "condensation", "kernel_painter", "teacher"),
-    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching", "diffusion_painter"),
+    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching"),
+    *("prior_painter", "curriculum_painter", "embedding_painter"),
 }
 MAX_PARAMETERS = 15
 FREE_TEXT = {

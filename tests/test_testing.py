@@ -14,11 +14,11 @@ import torch
 
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.engine import GradientVault
-from sfumato.methods.diffusion_painter import PainterTraining
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
+from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.registry import METHODS
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.stacked import stacked
@@ -36,6 +36,7 @@ from sfumato.testing import (
 
 SMALL = GeneratorSizes(width=8)
 PRIOR = Path(__file__).parent / "priors" / "tiny.safetensors"  # random weights
+CONDITIONED = PRIOR.with_name("conditioned.safetensors")  # also random, with an embedding
 ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2)
 PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 QUICK: dict[str, dict[str, Any]] = {
@@ -100,8 +101,14 @@ def test_every_form_of_dp_diffusion_is_sound(settings: dict[str, Any], fewer_dig
     check_synthesizer(lambda **params: quick("dp-diffusion")(**{**settings, **params}), fewer_digits)
 
 
-def test_atelier_with_a_prior_is_sound(fewer_digits: ImageSet) -> None:
-    prior = {**QUICK["dp-diffusion"], "teacher": TeacherSettings(steps=2)}
+@pytest.mark.parametrize(
+    "settings", [{"prior": str(PRIOR)}, {"prior": str(CONDITIONED)}, {"prior": str(CONDITIONED), "steps": 0}], ids=str
+)
+def test_atelier_with_a_prior_is_sound(
+    settings: dict[str, Any], fewer_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
+    prior = {**QUICK["dp-diffusion"], "teacher": TeacherSettings(steps=2), **settings}
     check_synthesizer(lambda **params: build("atelier", **{"device": "cpu", **prior, **params}), fewer_digits)
 
 

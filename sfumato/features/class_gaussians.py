@@ -17,7 +17,7 @@ import math
 import torch
 
 FIRST_WEIGHT = 0.5  # a
-TINY = 1e-12  # where all rows are equal
+TINY = 1e-30  # where all rows are equal
 
 
 def moment_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -48,12 +48,13 @@ class ClassGaussians:
         width = int((math.sqrt(9 + 8 * sums.shape[1]) - 3) / 2)
         averages = sums.double() / counts[:, None]
         means = averages[:, :width] / FIRST_WEIGHT
-        means = means / means.norm(dim=1, keepdim=True).clamp_min(1)  # those of rows of norm at most one
         upper = torch.triu_indices(width, width, device=sums.device)
         entries = averages[:, width:] / (math.sqrt(1 - FIRST_WEIGHT**2) * _factors(upper))
         second = entries.new_zeros(len(sums), width, width)
         second[:, upper[0], upper[1]] = second[:, upper[1], upper[0]] = entries
         found = second - means[:, :, None] * means[:, None]
+        bias = (noise / counts / FIRST_WEIGHT).square()  # of the noise in a mean, squared
+        found = found + bias[:, None, None] * torch.eye(width, dtype=found.dtype, device=found.device)
         shares = counts / counts.sum()
         variance = (noise / counts).square() / (2 * (1 - FIRST_WEIGHT**2))  # of the noise in an entry of `found`
         common = _filtered(
@@ -63,6 +64,7 @@ class ClassGaussians:
         )
         own = _filtered(common, found, variance)
         values, vectors = torch.linalg.eigh(own)
+        means = means / means.norm(dim=1, keepdim=True).clamp_min(1)  # those of rows of norm at most one
         return cls(means.float(), (vectors * values.clamp_min(0).sqrt()[:, None]).float())
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -64,7 +64,8 @@ class EmbeddingPainter(PriorPainter):
 
     def __init__(self, prior: Prior, *arguments: Any, encoder: str, **options: Any) -> None:
         if encoder not in ("", prior.card.encoder):
-            raise DataError(f"the prior {prior.card.name} has its own encoder, {prior.card.encoder}; leave encoder out")
+            own = prior.card.encoder or "scattering coefficients"
+            raise DataError(f"the prior {prior.card.name} has its own embedding, of {own}; leave encoder out")
         super().__init__(prior, *arguments, encoder=encoder, **options)
         self.new_embedding()  # a damaged prior is refused before anything is spent
 

@@ -218,8 +218,8 @@ class PublicBatches:
         labels = images.labels if images.labels is not None else torch.zeros(len(images), dtype=torch.int64)
         self._pixels, self._labels = images.images[order].to(device), labels[order].to(device)
         self._held, self._settings = held, settings
-        parts = [embedding(to_unit_range(part)) for part in self._pixels.split(EMBEDDED_AT_ONCE)]
-        self._conditions = embedding.condition(torch.cat(parts))
+        forms = [self._pixels, self._pixels.flip(3)] if settings.flip else [self._pixels]
+        self._conditions = torch.stack([_conditions(form, embedding) for form in forms])  # [forms, N, width]
 
     @property
     def state(self) -> torch.Generator:
@@ -231,18 +231,17 @@ class PublicBatches:
         device = generator.device
         chosen = torch.randint(self._held, len(self._pixels), (count,), generator=generator, device=device)
         pixels, labels = to_unit_range(self._pixels[chosen]), self._labels[chosen]
-        if self._settings.flip:
-            mirrored = torch.rand(count, 1, 1, 1, generator=generator, device=device) < 0.5
-            pixels = torch.where(mirrored, pixels.flip(3), pixels)
+        form = torch.randint(len(self._conditions), (count,), generator=generator, device=device)
+        pixels = torch.where(form.view(-1, 1, 1, 1) == 1, pixels.flip(3), pixels)
         kept = torch.rand(count, 1, generator=generator, device=device) >= DROPPED
         unlabelled = torch.rand(count, generator=generator, device=device) < UNLABELLED
         noise = torch.randn(pixels.shape, generator=generator, device=device)
         levels = draw_levels(count, generator)
-        return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[chosen]
+        return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[form, chosen]
 
     def held_out_conditions(self, count: int) -> torch.Tensor:
         """Return the embeddings of `count` held-out images, some of them repeated if there are fewer."""
-        return self._conditions[torch.arange(count) % self._held]
+        return self._conditions[0, torch.arange(count) % self._held]
 
     @torch.no_grad()
     def held_out_loss(self, network: ScoreNetwork, *, conditioned: bool = False) -> float:
@@ -257,10 +256,15 @@ class PublicBatches:
         for part in torch.arange(self._held).split(250):
             here = part.to(device)
             pixels, none = to_unit_range(self._pixels[here]), torch.full((len(part),), -1, device=device)
-            condition = self._conditions[here] if conditioned else None
+            condition = self._conditions[0, here] if conditioned else None
             given = noise[part].to(device), levels[part].to(device), none
             total += float(denoising_loss(network, pixels, *given, condition=condition).sum())
         return total / self._held
+
+
+def _conditions(pixels: torch.Tensor, embedding: ImageEmbedding) -> torch.Tensor:
+    rows = [embedding(to_unit_range(part)) for part in pixels.split(EMBEDDED_AT_ONCE)]
+    return embedding.condition(torch.cat(rows))
 
 
 def draw_levels(count: int, generator: torch.Generator, centre: float = LEVEL_CENTRE) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Embedding: norm, row independence, state, tracing by the vault. Tilting: weights, means, the dual problem."""
+"""Embedding: norm, parts, shapes, state, tracing by the vault. Tilting: weights, means, the dual problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import calibrate
 from sfumato.features import Perceptual, load_perceptual
 from sfumato.features import embedding as module
-from sfumato.features.embedding import THUMBNAIL, ImageEmbedding, tilt
+from sfumato.features.embedding import LAYOUT, LAYOUT_WEIGHT, ImageEmbedding, convert, tilt
 from sfumato.privacy import Budget, Release, Vault
 
 SIZE, COMPONENTS, CPU = 16, 12, torch.device("cpu")
@@ -52,10 +52,10 @@ def test_norm_is_at_most_one(encoder: str, channels: int) -> None:
     white = torch.ones(1, channels, SIZE, SIZE)
     noise = torch.randn(4, channels, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).sign()
     rows = embedding(torch.cat([stripes(20, channels), white, -white, pixel, noise]))
-    assert rows.shape == (27, embedding.width) == (27, COMPONENTS + channels * THUMBNAIL**2)
+    assert rows.shape == (27, embedding.width) == (27, COMPONENTS + LAYOUT)
     norms = rows.norm(dim=1)
     assert norms.max() <= 1 + ROUNDING
-    assert norms[20] == pytest.approx(1, abs=1e-4)  # white: the largest thumbnail
+    assert norms[20] == pytest.approx(1, abs=1e-4)  # white: farther from the mean thumbnail than the stripes
     assert norms.min() > math.sqrt(1 / 1.25) - ROUNDING
 
 
@@ -93,6 +93,7 @@ def test_fewer_public_images_than_components() -> None:
     assert rows.isfinite().all()
     assert rows.norm(dim=1).max() <= 1 + ROUNDING
     assert not embedding.axes[:, 5:].any()
+    assert not embedding.layout_axes[:, 5:].any()
 
 
 def test_another_fit_replaces_the_first_and_the_seed_decides() -> None:
@@ -109,9 +110,10 @@ def test_another_fit_replaces_the_first_and_the_seed_decides() -> None:
 def test_a_state_holds_all_that_was_fitted(encoder: str, channels: int) -> None:
     embedding, images = fitted(encoder, channels), stripes(5, channels)
     other = ImageEmbedding((channels, SIZE, SIZE), load(encoder), CPU, COMPONENTS)
-    assert embedding.state_dict().keys() == {"centre", "axes"}  # public networks are not part of it
+    assert embedding.state_dict().keys() == ImageEmbedding.STATE  # public networks are not part of it
     other.load_state_dict(embedding.state_dict())
     assert torch.equal(other(images), embedding(images))
+    assert torch.equal(other.spread, embedding.spread)
 
 
 def test_an_encoder_sees_a_grey_image_as_three_equal_channels() -> None:
@@ -132,6 +134,112 @@ def test_the_vault_traces_the_embedding(encoder: str, channels: int) -> None:
     expected = torch.stack([rows[0::2].sum(0), rows[1::2].sum(0)])
     assert torch.allclose(got.to(expected), expected, atol=2e-3)
     assert not torch.allclose(expected, expected.flip(0), atol=0.1)  # the classes differ by more
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_of_an_average_image_has_half_of_its_largest_norm() -> None:
+    """The largest norm is that of an image twice as far from the mean thumbnail as the average."""
+    embedding, largest = fitted("", 3), LAYOUT_WEIGHT / math.sqrt(1 + LAYOUT_WEIGHT**2)
+    norms = embedding(stripes(40, 3, 100))[:, embedding.content :].norm(dim=1)
+    assert norms.max() <= largest + ROUNDING
+    assert float(norms.mean()) == pytest.approx(largest / 2, rel=0.15)
+
+
+def test_the_layout_tells_where_and_in_which_colour() -> None:
+    """Four images of one grey value and texture: the content hardly differs, the layout does."""
+    embedding = fitted("", 3)
+    images = -torch.ones(4, 3, SIZE, SIZE)
+    images[0, 0, :8], images[1, 2, :8], images[2, 0, 8:], images[3, 2, 8:] = 1, 1, 1, 1  # red, blue; above, below
+    rows = embedding(images)[:, embedding.content :]
+    assert torch.pdist(rows).min() > 0.05
+    grey = images.mean(1, keepdim=True).expand(-1, 3, -1, -1)
+    colourless = embedding(grey)[:, embedding.content :]
+    assert (colourless[0] - colourless[1]).norm() < 1e-4  # where colour is removed, nothing tells them apart
+
+
+def test_the_condition_is_the_main_content_and_all_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(float(COMPONENTS + LAYOUT)).expand(2, -1)
+    embedding = fitted("", 1)
+    assert embedding.condition_width == embedding.width
+    assert torch.equal(embedding.condition(rows), rows)
+    monkeypatch.setattr(module, "CONDITION", 5)
+    shorter = fitted("", 1)
+    assert (shorter.width, shorter.condition_width) == (COMPONENTS + LAYOUT, 5 + LAYOUT)
+    kept = [*range(5), *range(COMPONENTS, COMPONENTS + LAYOUT)]
+    assert torch.equal(shorter.condition(rows), rows[:, kept])
+    assert torch.equal(shorter.condition(rows[0]), rows[0, kept])
+
+
+@pytest.mark.parametrize("shape", [(1, SIZE, SIZE), (3, 2 * SIZE, 2 * SIZE)])
+def test_the_spread_is_that_of_public_conditions(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of public images in another shape."""
+    monkeypatch.setattr(module, "CONDITION", 5)
+    embedding, images = ImageEmbedding((1, SIZE, SIZE), None, CPU, COMPONENTS), convert(stripes(40, 1, 100), shape)
+    embedding.fit(images, 0)
+    assert embedding.spread.shape == (5 + LAYOUT,)
+    assert torch.allclose(embedding.spread, embedding.condition(embedding(images)).var(0), atol=1e-6)
+    assert embedding.spread.sum() > 0.1
+
+
+# -- shapes -----------------------------------------------------------------------------------------------
+
+SIDES = [(28, 32), (32, 28), (32, 64), (64, 32), (28, 64), (64, 28)]
+
+
+def smooth(count: int, channels: int, size: int) -> torch.Tensor:
+    """Draw slow waves that are the same picture at every size."""
+    generator = torch.Generator().manual_seed(0)
+    axis = (torch.arange(size) + 0.5) / size
+    phase, colour = torch.rand(2, count, channels, 1, 1, generator=generator)
+    return (0.5 + 0.4 * colour) * torch.sin(3 * axis[:, None] + 2 * axis + 6 * phase)
+
+
+@pytest.mark.parametrize(("old", "new"), SIDES)
+@pytest.mark.parametrize("channels", [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_a_converted_image_is_the_same_picture(old: int, new: int, channels: tuple[int, int]) -> None:
+    images, target = smooth(4, channels[0], old), smooth(4, channels[0], new)
+    if channels[0] != channels[1]:
+        target = target.mean(1, keepdim=True).expand(-1, channels[1], -1, -1)
+    got = convert(images, (channels[1], new, new))
+    assert got.shape == (4, channels[1], new, new)
+    assert (got - target).abs().max() < 0.07  # windows of 1 and 2 pixels, from 32 to 28
+    assert (got.roll(1, 0) - target).abs().mean() > 0.1  # another picture would be seen
+
+
+def test_an_image_of_the_wanted_shape_is_unchanged() -> None:
+    images = stripes(3, 3)
+    assert torch.equal(convert(images, (3, SIZE, SIZE)), images)
+
+
+def test_a_smaller_image_has_means_of_pixels_and_a_larger_one_stays_in_range() -> None:
+    images = torch.randint(2, (3, 1, 28, 32), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    assert torch.equal(convert(images, (1, 14, 16)), torch.nn.functional.avg_pool2d(images, 2))
+    for shape in ((1, 64, 64), (3, 28, 64), (1, 32, 28)):  # the last has fewer columns and more rows
+        got = convert(images, shape)
+        assert got.shape == (3, *shape)
+        assert got.abs().max() <= 1
+    assert torch.equal(convert(images[1:2], (1, 64, 64)), convert(images, (1, 64, 64))[1:2])
+
+
+def test_images_of_other_shapes_have_the_embedding_of_the_converted_image() -> None:
+    embedding, images = fitted("", 1), stripes(5, 1)
+    rows = embedding(images)
+    larger = images.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    assert torch.allclose(embedding(larger), rows, atol=1e-4)
+    assert torch.allclose(embedding(larger.expand(-1, 3, -1, -1)), rows, atol=1e-4)
+    assert not torch.allclose(embedding(larger.flip(3)), rows, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(3, 28, 28), (1, 8, 8), (3, 16, 32)])
+def test_the_vault_traces_the_embedding_of_other_shapes(shape: tuple[int, int, int]) -> None:
+    embedding = fitted("", 1)
+    images = ImageSet(to_bytes(convert(stripes(6, 1), shape)), torch.arange(6) % 2, ("a", "b"))
+    vault = Vault(images, calibrate([Release("means")], Budget(math.inf))).map(embedding)
+    got = vault.sum(lambda rows: rows, release="means", bound=1.0, by_class=True)
+    rows = embedding(to_unit_range(images.images))
+    assert torch.allclose(got.to(rows), torch.stack([rows[0::2].sum(0), rows[1::2].sum(0)]), atol=2e-3)
 
 
 # -- tilting ----------------------------------------------------------------------------------------------

@@ -12,13 +12,16 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
-from sfumato.methods.atelier import PRIOR_MEANS_SHARE, PRIOR_TEACHER_SHARE
-from sfumato.methods.diffusion_painter import DiffusionPainter, PainterTraining, _draw_rows
+from sfumato.methods.atelier import PRIOR_MOMENTS_SHARE, PRIOR_TEACHER_SHARE
+from sfumato.methods.curriculum_painter import CurriculumPainter, _draw_rows
+from sfumato.methods.embedding_painter import EmbeddingPainter
+from sfumato.methods.prior_painter import PainterTraining, PriorPainter
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.priors import PriorCard, load_prior, save_prior
 from sfumato.testing import build
 
-PRIOR = Path(__file__).parents[1] / "priors" / "tiny.safetensors"
+PRIOR = Path(__file__).parents[1] / "priors" / "tiny.safetensors"  # without an embedding
+CONDITIONED = PRIOR.with_name("conditioned.safetensors")
 ADAPTATION = PainterTraining(pool=40, rounds=2, practice_steps=2, practice_batch=8, levels=2)
 QUICK: dict[str, Any] = {
     "prior": str(PRIOR),
@@ -36,30 +39,47 @@ def quick(key: str, **settings: Any) -> Any:
     return build(key, **{**QUICK, **own, **settings})
 
 
-@pytest.mark.parametrize("key", ["dp-diffusion", "atelier"])
+def test_atelier_takes_the_painter_that_the_prior_is_made_for(few_digits: ImageSet) -> None:
+    public = few_digits.public()
+    for key, prior, kind in (
+        ("atelier", PRIOR, CurriculumPainter),
+        ("atelier", CONDITIONED, EmbeddingPainter),
+        ("dp-diffusion", PRIOR, CurriculumPainter),
+        ("dp-diffusion", CONDITIONED, CurriculumPainter),
+    ):
+        model = quick(key, prior=str(prior))
+        assert type(model._painter(public)) is kind
+        names = [release.name for release in model.plan(public).releases]
+        assert ("moments" in names, "means" in names) == (kind is EmbeddingPainter, kind is CurriculumPainter)
+
+
+@pytest.mark.parametrize(("key", "prior"), [("dp-diffusion", PRIOR), ("dp-diffusion", CONDITIONED), ("atelier", PRIOR)])
 def test_the_certificate_names_the_prior_and_what_it_was_trained_on(
-    key: str, few_digits: ImageSet, tmp_path: Path
+    key: str, prior: Path, few_digits: ImageSet, tmp_path: Path
 ) -> None:
-    model = quick(key).fit(few_digits, run_dir=tmp_path / "run")
+    model = quick(key, prior=str(prior)).fit(few_digits, run_dir=tmp_path / "run")
     stated = model.certificate_.public_facts["prior"]
-    assert stated == load_prior(PRIOR).facts
+    assert stated == load_prior(prior).facts
     assert (stated["trained_on"], stated["taken_as"]) == ("random weights, for tests", "public")
     assert sf.verify(tmp_path / "run" / "certificate.json")
     again = sf.load(tmp_path / "run")
     assert torch.equal(model.sample(12, seed=3).images, again.sample(12, seed=3).images)
 
 
+@pytest.mark.parametrize(("prior", "name"), [(PRIOR, "means"), (CONDITIONED, "moments")])
 @pytest.mark.parametrize("declared", [True, False])
-def test_the_budget_of_atelier_is_shared_as_it_says(few_digits: ImageSet, declared: bool) -> None:
-    model = quick("atelier", public_size=declared, epsilon=1.0, preset="prior", steps=50)
+def test_the_budget_of_atelier_is_shared_as_it_says(
+    few_digits: ImageSet, declared: bool, prior: Path, name: str
+) -> None:
+    model = quick("atelier", prior=str(prior), public_size=declared, epsilon=1.0, preset="prior", steps=50)
     plan = model.plan(few_digits.public(declare_size=declared))
     alone = sf.noise_multiplier(epsilon=1.0) ** -2
     shares = {r.name: r.times / r.noise**2 / alone for r in plan.releases}
-    total = PRIOR_TEACHER_SHARE + PRIOR_MEANS_SHARE
+    total = PRIOR_TEACHER_SHARE + PRIOR_MOMENTS_SHARE
     counts = shares.pop("counts", 0.0)
     assert counts == pytest.approx(0.0 if declared else total / 17, rel=1e-2)
     assert shares["teacher"] == pytest.approx(PRIOR_TEACHER_SHARE * (total - counts) / total, rel=1e-2)
-    assert shares["means"] == pytest.approx(PRIOR_MEANS_SHARE * (total - counts) / total, rel=1e-2)
+    assert shares[name] == pytest.approx(PRIOR_MOMENTS_SHARE * (total - counts) / total, rel=1e-2)
     assert plan.epsilon == pytest.approx(1.0, rel=1e-3)
 
 
@@ -73,6 +93,8 @@ def test_the_forms_release_what_they_say(few_digits: ImageSet) -> None:
     assert names(curriculum=False) == ["counts", "gradients"]
     assert names(steps=0) == ["counts", "means"]
     assert names(curriculum=False, steps=0) == ["counts"]
+    without = quick("atelier", steps=0).plan(public).releases
+    assert [release.name for release in without] == ["counts", "means", "teacher"]
 
 
 def test_images_without_classes(few_digits: ImageSet) -> None:
@@ -90,11 +112,12 @@ def test_without_noise_the_curriculum_follows_the_classes(monkeypatch: pytest.Mo
     noise = torch.randint(-20, 21, (80, 1, 8, 8), generator=generator)
     images = (60 + 140 * level[:, None, None, None] + noise).clamp(0, 255).byte()
     training = replace(
-        ADAPTATION, rounds=1, practice_steps=150, practice_batch=16, practice_rate=1e-2, practice_ema=0.9
+        ADAPTATION, rounds=1, practice_steps=100, practice_batch=16, practice_rate=1e-2, practice_ema=0.9
     )
     training = replace(training, practice_ema=0.9, strength=1000.0, levels=6)
-    pool = (torch.randint(256, (200, 1, 1, 1), generator=generator).expand(-1, 1, 8, 8)).byte()  # of any brightness
-    monkeypatch.setattr(DiffusionPainter, "public_pool", lambda self, checkpoints: pool)
+    brightness = torch.randint(20, 236, (200, 1, 1, 1), generator=generator)  # any, and the same noise
+    pool = (brightness + torch.randint(-20, 21, (200, 1, 8, 8), generator=generator)).byte()
+    monkeypatch.setattr(CurriculumPainter, "_public_pool", lambda self, checkpoints: pool)
 
     def difference(labels: torch.Tensor) -> float:
         model = quick("dp-diffusion", epsilon=math.inf, steps=0, adaptation=training)
@@ -103,7 +126,7 @@ def test_without_noise_the_curriculum_follows_the_classes(monkeypatch: pytest.Mo
         return float(drawn[1] - drawn[0])
 
     learned = difference(level)
-    assert learned > 20
+    assert learned > 60
     assert abs(difference(level[torch.randperm(80, generator=generator)])) < learned / 2
 
 
@@ -131,15 +154,15 @@ def test_a_prior_that_changes_after_the_plan_is_refused(few_digits: ImageSet, tm
     path = tmp_path / "prior.safetensors"
     path.write_bytes(PRIOR.read_bytes())
     model = quick("dp-diffusion", prior=str(path))
-    painter = DiffusionPainter.check_unchanged
+    check = PriorPainter.check_unchanged
 
-    def swapped(self: DiffusionPainter, vault: Any) -> None:
+    def swapped(self: PriorPainter, vault: Any) -> None:
         card = replace(self.prior.card, name="another")
         save_prior(path, card, self.prior.state)
-        painter(model._painter(model.public_facts(few_digits)), vault)
+        check(model._painter(model.public_facts(few_digits)), vault)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiffusionPainter, "check_unchanged", swapped)
+        patch.setattr(PriorPainter, "check_unchanged", swapped)
         with pytest.raises(DataError, match="has changed"):
             model.fit(few_digits, run_dir=tmp_path / "run")
 
@@ -176,7 +199,8 @@ def test_auto_takes_atelier_where_there_is_a_prior() -> None:
     [
         ("dp-diffusion", {"steps": 1}, "at least 2"),
         ("dp-diffusion", {"means_share": 1.0}, "between 0 and 1"),
-        ("atelier", {"steps": 1}, "at least 2"),
+        ("atelier", {"steps": 1}, "at least 2, or 0 for no private gradients"),
+        ("atelier", {"steps": 0, "prior": ""}, "steps must be greater than 0"),
         ("atelier", {"teacher": TeacherSettings(steps=1)}, "at least 2 steps"),
     ],
 )
@@ -222,7 +246,7 @@ def test_the_checkpoint_of_another_run_is_refused(few_digits: ImageSet, tmp_path
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiffusionPainter, "practise", interrupted)
+        patch.setattr(CurriculumPainter, "_practise", interrupted)
         with pytest.raises(KeyboardInterrupt):
             quick("dp-diffusion").fit(few_digits, run_dir=tmp_path)
     assert (tmp_path / "checkpoint.safetensors").exists()

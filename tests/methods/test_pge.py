@@ -23,8 +23,10 @@ from sfumato.methods.registry import load
 from sfumato.methods.score_matching import LossGradient, ScoreSettings
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.nets.training import Trainer
+from sfumato.priors import load_prior
 from sfumato.testing import build, check_synthesizer
 
+PRIOR = Path(__file__).parents[1] / "priors" / "conditioned.safetensors"  # random weights
 QUICK: dict[str, Any] = {
     "warm": "none",
     "steps": 2,
@@ -186,11 +188,30 @@ def test_samplers_are_saved_and_loaded(options: dict[str, Any], few_digits: Imag
 
 
 def test_options_are_named() -> None:
-    for name in ("network", "warm", "sampler"):
+    for name in ("warm", "sampler"):
         with pytest.raises(ValueError, match=f"{name} must be one of"):
             GradientEstimation(**{name: "other"}).validate()
     with pytest.raises(ValueError, match="no warm start"):
         PublishedGradientEstimation(warm="dp-merf").validate()
+
+
+@pytest.mark.parametrize("residual", ["", "small_tinyimagenet"])
+def test_with_a_prior_the_network_begins_as_the_prior(residual: str, few_digits: ImageSet, tmp_path: Path) -> None:
+    """Gradients train few of its parameters; the rest stays as the prior has it."""
+    model = quick(prior=str(PRIOR), residual=residual, preset="prior").fit(few_digits, run_dir=tmp_path / "run")
+    assert model.certificate_.public_facts["prior"] == load_prior(PRIOR).facts
+    assert [event["name"] for event in model.certificate_.events] == ["counts", "gradients"]
+    before, after = load_prior(PRIOR).state, model.network_.state_dict()
+    assert torch.equal(before["unet.middle.first.weight"], after["unet.middle.first.weight"])
+    assert not torch.equal(before["unet.last.2.weight"], after["unet.last.2.weight"])
+    again = load(tmp_path / "run")
+    assert torch.equal(again.sample(7, seed=1).images, model.sample(7, seed=1).images)
+
+
+def test_a_prior_is_a_score_network_of_pixels() -> None:
+    for other in ({"autoencoder": "taef2"}, {"preset": "energy"}):
+        with pytest.raises(ValueError, match="leave out autoencoder and preset=energy"):
+            GradientEstimation(prior=str(PRIOR), **other).validate()
 
 
 def test_large_images_need_an_autoencoder(few_digits: ImageSet) -> None:

@@ -25,11 +25,11 @@ from sfumato.methods import base as base_module
 from sfumato.methods import checkpoints as module
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.diffusion_painter import PainterTraining
 from sfumato.methods.dp_lflow import LatentFlow
 from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
+from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.privacy import Ledger, Release
@@ -37,6 +37,7 @@ from sfumato.testing import build
 
 SIZES = GeneratorSizes(width=8)
 PRIOR = str(Path(__file__).parents[1] / "priors" / "tiny.safetensors")  # random weights
+CONDITIONED = str(Path(PRIOR).with_name("conditioned.safetensors"))  # also random, with an embedding
 ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=3, practice_batch=4, levels=2)
 PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
 SMALL: dict[str, dict[str, Any]] = {
@@ -81,13 +82,14 @@ def small(key: str, **params: Any) -> Synthesizer:
     if key == "warm flow":
         own = {"warm": "dp-merf", "warm_start": WarmStartSettings(images=40, steps=6, batch_size=4)}
         return build(WarmFlow, **{**SMALL["dp-lflow"], "device": "cpu", "epsilon": 10.0, **own, **params})
-    if key == "atelier with a prior":
-        own = {**SMALL["dp-diffusion"], "teacher": TeacherSettings(steps=4)}
+    if key in PRIORS:
+        own = {**SMALL["dp-diffusion"], "prior": PRIORS[key], "teacher": TeacherSettings(steps=4)}
         return build("atelier", **{"device": "cpu", "epsilon": 10.0, **own, **params})
     return build(key, **{"device": "cpu", "epsilon": 10.0, **(SMALL | NOT_PRIVATE)[key], **params})
 
 
-METHODS = [*SMALL, "warm flow", "atelier with a prior"]
+PRIORS = {"atelier with a prior": PRIOR, "atelier with a conditioned prior": CONDITIONED}
+METHODS = [*SMALL, "warm flow", *PRIORS]
 
 
 def assert_finished(folder: Path, model: Synthesizer, images: ImageSet, *, clean: bool = True) -> None:
@@ -118,6 +120,7 @@ class Interrupter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
+        self.stages: list[str] = []  # of the events: the name of the loop whose state was stored, else ""
         self.drawn: Counter[tuple[str, int]] = Counter()
         self.stop_after: int | None = None
         self._current = ("", 0)
@@ -125,12 +128,12 @@ class Interrupter:
 
         def answered(vault: GradientVault, *args: Any) -> torch.Tensor:
             result = answer(vault, *args)
-            self._happened("result")
+            self._happened("result", "")
             return result
 
         def stored(checkpoints: Checkpoints, *args: Any) -> None:
             keep(checkpoints, *args)
-            self._happened("state")
+            self._happened("state", args[0])
 
         def exact(vault: GradientVault, release: Release, total: torch.Tensor, *_: Any) -> torch.Tensor:
             self.drawn[release.name, vault._asked[release.name] - 1] += 1
@@ -157,13 +160,14 @@ class Interrupter:
     def _seed(self, more: int) -> int:
         return zlib.crc32(repr((*self._current, more)).encode())
 
-    def _happened(self, what: str) -> None:
+    def _happened(self, what: str, stage: str) -> None:
         self.events.append(what)
+        self.stages.append(stage)
         if len(self.events) == self.stop_after:
             raise KeyboardInterrupt
 
     def begin(self, stop_after: int | None) -> None:
-        self.events, self.stop_after = [], stop_after
+        self.events, self.stages, self.stop_after = [], [], stop_after
 
 
 def assert_same_model(one: Synthesizer, other: Synthesizer) -> None:
@@ -196,6 +200,35 @@ def test_a_resumed_run_asks_for_no_result_twice_and_ends_with_the_same_model(
         interrupter.begin(None)
         resumed = small(key).fit(fewer_digits, run_dir=folder, resume=True)
         assert dict(interrupter.drawn) == results, stop  # each once, over both runs
+        assert_finished(folder, resumed, fewer_digits)
+        assert_same_model(whole, resumed)
+
+
+STAGES = ["teacher", "moments", "gradients", "correction"]
+
+
+def test_atelier_with_a_conditioned_prior_goes_on_from_each_stage(
+    fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the first state of a stage: in the middle of it, if there are more."""
+    key = "atelier with a conditioned prior"
+    monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
+    interrupter = Interrupter(monkeypatch)
+    interrupter.begin(None)
+    whole = small(key).fit(fewer_digits, run_dir=tmp_path / "whole")
+    results, stages = dict(interrupter.drawn), list(interrupter.stages)
+    assert list(dict.fromkeys(filter(None, stages))) == STAGES
+    for stage in STAGES:
+        folder, stop = tmp_path / stage, stages.index(stage) + 1
+        assert (stages.count(stage) > 1) == (stage != "moments")
+        interrupter.drawn.clear()
+        interrupter.begin(stop)
+        with pytest.raises(KeyboardInterrupt):
+            small(key).fit(fewer_digits, run_dir=folder)
+        interrupter.begin(None)
+        resumed = small(key).fit(fewer_digits, run_dir=folder, resume=True)
+        assert list(filter(None, interrupter.stages)) == list(filter(None, stages[stop:]))  # nothing is done twice
+        assert dict(interrupter.drawn) == results
         assert_finished(folder, resumed, fewer_digits)
         assert_same_model(whole, resumed)
 
@@ -282,7 +315,7 @@ def test_a_finished_run_is_not_resumed(fewer_digits: ImageSet, tmp_path: Path, m
     assert_finished(tmp_path, small("dp-merf"), fewer_digits, clean=False)
 
 
-@pytest.mark.parametrize("key", ["pge", *NOT_PRIVATE])
+@pytest.mark.parametrize("key", ["pge", "atelier with a conditioned prior", *NOT_PRIVATE])
 def test_a_fault_is_found(key: str, fewer_digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that forgets to restore its state: the tests above can fail."""
     monkeypatch.setattr(module, "INTERVALS", 2)

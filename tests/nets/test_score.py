@@ -43,6 +43,29 @@ def test_rows_are_independent_and_depend_on_label_and_code(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCORE_KINDS)
+def test_scores_and_losses_take_an_embedding(kind: str) -> None:
+    torch.manual_seed(0)
+    network, (x, levels, labels) = ScoreNetwork(1, 3, kind=kind, widths=(8, 16), condition=5), noisy()
+    rows, noise = torch.randn(4, 5), torch.randn_like(x)
+    for run in (
+        lambda given: network(x, levels, labels, condition=given),
+        lambda given: denoising_loss(network, x, noise, levels, labels, condition=given),
+    ):
+        assert torch.equal(run(torch.zeros_like(rows)), run(None))
+        assert not torch.allclose(run(rows), run(None), rtol=1e-3)
+
+
+def test_other_classes_keep_the_weights_of_the_embedding() -> None:
+    torch.manual_seed(0)
+    network, (x, levels, labels) = ScoreNetwork(1, 3, widths=(8, 16), condition=5), noisy()
+    rows, changed = torch.randn(4, 5), network.with_classes(torch.eye(3)[[2, 1, 0, 0]])
+    with torch.no_grad():
+        got = changed(x, levels, 2 - labels, condition=rows)
+        assert torch.allclose(got, network(x, levels, labels, condition=rows), atol=1e-5)
+        assert not torch.allclose(got, changed(x, levels, 2 - labels), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", SCORE_KINDS)
 def test_sliced_loss_equals_the_jacobian_vector_product(kind: str) -> None:
     network, (x, levels, labels) = small_network(kind), noisy(2)
     v, u = torch.randn_like(x), torch.randn_like(x)
@@ -62,7 +85,12 @@ class LinearScore(ScoreNetwork):
         self.factor = torch.nn.Parameter(torch.tensor(0.3))
 
     def field(
-        self, noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor, code: torch.Tensor | None = None
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        labels: torch.Tensor,
+        code: torch.Tensor | None = None,
+        condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.factor * noisy, None
 

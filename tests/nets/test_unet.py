@@ -1,4 +1,4 @@
-"""U-Net: image sizes, row independence, conditioning on noise level and class, attention, per-example gradients."""
+"""U-Net: image sizes, row independence, noise level, class and embedding, attention, per-example gradients."""
 
 from __future__ import annotations
 
@@ -148,3 +148,91 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def test_wide_blocks_have_heads_of_the_stated_width() -> None:
     assert AttentionBlock(8, 4 * module.HEAD_WIDTH, 4).heads == 4
+
+
+# -- an embedding of the image ------------------------------------------------------------------------------
+
+CONDITION = 5
+
+
+def conditioned(seed: int = 0) -> UNet:
+    torch.manual_seed(seed)
+    return UNet(1, 4, widths=(8, 16), context=8, attention=1, condition=CONDITION)
+
+
+def given(count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return images, noise levels, labels and embeddings of norm one."""
+    generator = torch.Generator().manual_seed(1)
+    images, levels = torch.randn(count, 1, 8, 8, generator=generator), torch.rand(count, generator=generator)
+    rows = functional.normalize(torch.randn(count, CONDITION, generator=generator), dim=1)
+    return images, levels, torch.arange(count) % 4, rows
+
+
+def test_zeros_are_no_embedding_and_every_embedding_matters() -> None:
+    network, (images, levels, labels, rows) = conditioned(), given()
+    with torch.no_grad():
+        none = network(images, levels, labels)
+        assert torch.equal(network(images, levels, labels, condition=torch.zeros_like(rows)), none)
+        known = network(images, levels, labels, condition=rows)
+        assert (known - none).abs().amax((1, 2, 3)).min() > 1e-2
+        assert not torch.allclose(network(images, levels, labels, condition=rows.flip(0)), known, atol=1e-2)
+        alone = [network(*(part[row : row + 1] for part in (images, levels, labels)), condition=rows[row : row + 1])
+                 for row in range(6)]  # fmt: skip
+    assert torch.allclose(torch.cat(alone), known, atol=1e-5)
+
+
+def test_the_context_network_and_every_block_see_the_embedding() -> None:
+    """The weights of the embedding have a gradient everywhere if it is known, and nowhere if it is not."""
+    network, (images, levels, labels, rows) = conditioned(), given()
+    weights = {name: value for name, value in network.named_parameters() if name.endswith("scale_shift.weight")}
+    assert len(weights) == 3  # down, middle, up
+    first = network.context[0].weight
+    for condition, there in ((rows, True), (None, False)):
+        network.zero_grad()
+        network(images, levels, labels, condition=condition).square().sum().backward()
+        for name, value in weights.items():
+            assert value.grad is not None
+            assert bool(value.grad[:, -CONDITION:].any()) == there, name
+            assert value.grad[:, :-CONDITION].any()
+        assert bool(first.grad[:, 8 : 8 + CONDITION].any()) == there
+        assert first.grad[:, 8 + CONDITION :].any()  # labels are the last columns
+
+
+def test_an_embedding_is_enlarged_to_the_scale_of_the_other_inputs() -> None:
+    """An embedding of norm one gets the norm sqrt(width), so that its entries are about one."""
+    network, (images, levels, labels, rows) = conditioned(), given()
+    seen: list[torch.Tensor] = []
+    network.middle.scale_shift.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    network(images, levels, labels, condition=rows)
+    assert torch.allclose(seen[0][:, -CONDITION:], math.sqrt(CONDITION) * rows)
+
+
+def test_the_vault_gives_per_example_gradients_with_an_embedding() -> None:
+    """Records are pixels and an embedding: the sum of clipped gradients equals that of a loop."""
+    network, bound = conditioned(), 0.05
+    images, _, labels, _ = given(5)
+    pixels = (255 * images.sigmoid()).byte()
+    held = ImageSet(pixels, labels, tuple("abcd"))
+    matrix = torch.randn(64, CONDITION, generator=torch.Generator().manual_seed(2)) / 8
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.flatten(1), functional.normalize(x.flatten(1) @ matrix, dim=1)], 1)
+
+    def loss(model: nn.Module, records: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, rows = records[:, :64].unflatten(1, (1, 8, 8)), records[:, 64:]
+        return (model(x, x.mean((1, 2, 3)), labels, condition=rows) - x).square().mean((1, 2, 3))
+
+    vault = GradientVault(held, calibrate([Release("g", 2)], Budget(math.inf))).map(record)
+    got = vault.gradient(network, loss, release="g", bound=bound, with_labels=True)
+    expected, other = ({name: torch.zeros_like(value) for name, value in got.items()} for _ in range(2))
+    records = record(to_unit_range(pixels))
+    for row in range(5):
+        for target, wrong in ((expected, 0), (other, 1)):
+            inputs = torch.cat([records[row, :64], records[(row + wrong) % 5, 64:]])[None]  # another image's embedding
+            gradients = torch.autograd.grad(loss(network, inputs, labels[row : row + 1]).sum(), network.parameters())
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+            assert norm > bound
+            for name, gradient in zip(got, gradients, strict=True):
+                target[name] += gradient * bound / norm
+    assert distance(got, expected) < 1e-3 * bound
+    assert distance(got, other) > 0.1 * bound

@@ -12,7 +12,7 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
-from sfumato.methods.diffusion_painter import PainterTraining
+from sfumato.methods.prior_painter import PainterTraining
 from sfumato.nets.score import ScoreNetwork
 from sfumato.priors import load_prior
 from sfumato.priors.denoising import draw_images

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sfumato.data import DataError
+from sfumato.features import load_perceptual
+from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.weights import save_with_card
 from sfumato.nets.score import LABELS, ScoreNetwork
 from sfumato.nets.unet import AttentionBlock
@@ -211,6 +213,68 @@ def test_other_weight_files_are_refused(tmp_path: Path) -> None:
     save_with_card(tmp_path / FILE, network_of(CARD).state_dict(), asdict(CARD))  # of an encoder
     with pytest.raises(DataError, match=f"has no {FORMAT} metadata"):
         load_prior(tmp_path)
+
+
+# -- embeddings -------------------------------------------------------------------------------------------
+
+
+CONDITIONED = Path(__file__).parent / "conditioned.safetensors"
+
+
+def test_a_prior_holds_the_embedding_on_which_it_is_conditioned(tmp_path: Path) -> None:
+    """Axes are kept in half precision; images have nearly the same embedding as before."""
+    embedding = ImageEmbedding((3, 16, 16), None, torch.device("cpu"))
+    images = torch.rand(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    embedding.fit(images, 0)
+    card = replace(CARD, encoder="", condition=embedding.condition_width)
+    prior = load_prior(save_prior(tmp_path, card, network_of(card).state_dict(), embedding.state_dict()))
+    assert prior.card == card
+    assert prior.state.keys() == network_of(card).state_dict().keys()
+    assert prior.embedding.keys() == ImageEmbedding.STATE
+    again = prior.new_embedding(None, torch.device("cpu"))
+    assert torch.allclose(again(images), embedding(images), atol=5e-3)
+    assert torch.equal(again.spread, embedding.spread)
+    assert again.shape == card.shape
+    assert not torch.allclose(again(images.flip(0)), embedding(images), atol=0.1)
+
+
+@pytest.mark.parametrize("left_out", ["", "spread"])
+def test_a_conditioned_prior_without_embedding_is_refused(tmp_path: Path, left_out: str) -> None:
+    """Also if a part of it is missing."""
+    prior = load_prior(CONDITIONED)
+    held = {name: value for name, value in prior.embedding.items() if left_out and name != left_out}
+    path = save_prior(tmp_path, prior.card, prior.state, held)
+    with pytest.raises(DataError, match="holds no embedding, on which its network is conditioned"):
+        load_prior(path)
+    assert load_prior(save_prior(tmp_path, prior.card, prior.state, prior.embedding)).card == prior.card
+
+
+def test_an_embedding_of_another_shape_or_encoder_is_refused() -> None:
+    prior = load_prior(CONDITIONED)
+    larger = replace(prior, card=replace(prior.card, size=16))
+    with pytest.raises(DataError, match="the embedding of the prior conditioned"):
+        larger.new_embedding(None, torch.device("cpu"))
+    with pytest.raises(DataError, match="the prior conditioned was trained with another file of the encoder"):
+        prior.new_embedding(load_perceptual("small_tinyimagenet"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("width", [0, 100])
+def test_a_card_of_another_condition_is_refused(tmp_path: Path, width: int) -> None:
+    prior = load_prior(CONDITIONED)
+    path = save_prior(tmp_path, replace(prior.card, condition=width), prior.state, prior.embedding)
+    with pytest.raises(DataError, match=r"does not fit the ScoreNetwork network: .* differ"):
+        load_prior(path)
+
+
+def test_an_embedding_is_part_of_the_checksum(tmp_path: Path) -> None:
+    prior = load_prior(CONDITIONED)
+    path = save_prior(tmp_path, prior.card, prior.state, prior.embedding)
+    rewritten(path, {"embedding.spread": prior.embedding["spread"] * 2})
+    with pytest.raises(DataError, match="was changed after it was written"):
+        load_prior(path)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (1, 8, 8), (3, 32, 32), (1, 9, 13), (1, 12, 24)])
