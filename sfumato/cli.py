@@ -85,7 +85,7 @@ def methods(as_json: Json = False) -> None:
 def plan(source: DataOptions, options: MethodOptions, budget: DatasetBudgetFile = None, as_json: Json = False) -> None:
     """Show the planned releases, their noise and all settings. Spend no privacy budget."""
     model = options.create()
-    public = model.public_facts(source.load())
+    public = source.public(model.public_size)
     planned, settings, notes = model.plan(public), model.settings(public), model.explain_plan(public)
     advice = _advice(model, public)
     console.print_warnings(advice)

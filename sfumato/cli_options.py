@@ -9,13 +9,13 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 import sfumato as sf
 from sfumato.console import print_warnings
-from sfumato.data import DataWarning
+from sfumato.data import DataWarning, PublicFacts, read_public
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import DEFAULT
 from sfumato.privacy.vault import MAX_PER_PERSON
@@ -96,7 +96,7 @@ class DataOptions:
         str | None,
         typer.Option(
             help="Protect persons instead of single images. Read the person of an image from this column, or from its "
-            "path: folder, folder:K or regex:(…).",
+            "file: folder, folder:K, regex:(…), file or dicom:PatientID.",
             rich_help_panel=IMAGES,
         ),
     ] = None
@@ -106,19 +106,56 @@ class DataOptions:
             "--max-per-person", min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES
         ),
     ] = MAX_PER_PERSON
+    label_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Read labels from this column (or several: a,b), or from the file: folder:K, regex:(…) or "
+            "dicom:KEYWORD.",
+            show_default="label, or the class folders",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
+    several: Annotated[
+        str,
+        typer.Option(
+            help="Give an image with several labels (a|b) the class of its combination (combine), or the first of "
+            "--classes among them (first).",
+            rich_help_panel=IMAGES,
+        ),
+    ] = "combine"
+    frames: Annotated[
+        str | None,
+        typer.Option(
+            help="Read the first, middle or all images of TIFF, DICOM and NIfTI files that hold several.",
+            show_default="refuse such files",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
+    value_range: Annotated[
+        str | None,
+        typer.Option(
+            "--range",
+            metavar="LOW,HIGH",
+            help="Declare which values become black and white in images of more than 8 bits.",
+            show_default="full range, or the window in the file",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
 
     def load(self) -> sf.ImageSet:
         """Read the images."""
-        return read_images(
-            self.data,
-            size=self.size,
-            mode=self.mode,
-            split=self.split,
-            unlabelled=self.unlabelled,
-            classes=self.classes,
-            on_error=self.on_error,
-            person=self.person,
-        )
+        return read_images(self.data, **self._reading())
+
+    def public(self, declare_size: bool) -> PublicFacts:
+        """Read the public facts only. At most one image is decoded."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DataWarning)
+            facts = read_public(self.data, declare_size=declare_size, **load_options(**self._reading()))
+        print_warnings(caught)
+        return facts
+
+    def _reading(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
 
 
 @dataclass(frozen=True)
@@ -265,31 +302,38 @@ def parse_classes(text: str) -> int | list[str]:
     return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
 
 
-def read_images(
-    source: str,
+def parse_range(text: str) -> tuple[float, float]:
+    """Parse the value of --range: two numbers separated by a comma."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--range takes LOW,HIGH, got {text!r}") from None
+    return low, high
+
+
+def load_options(
     *,
-    size: int | None = None,
-    mode: str | None = None,
-    split: str = "train",
     unlabelled: bool = False,
     classes: str | Sequence[str] | None = None,
-    on_error: str = "raise",
-    person: str | None = None,
-) -> sf.ImageSet:
-    """Read images with a progress bar, and print warnings. See `load_images` for the parameters."""
+    several: str = "combine",
+    value_range: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the arguments of `load_images` for options of the command line."""
+    return {
+        **options,
+        "labels": not unlabelled,
+        "classes": parse_classes(classes) if isinstance(classes, str) else classes,
+        "several_labels": several,
+        "value_range": None if value_range is None else parse_range(value_range),
+    }
+
+
+def read_images(source: str, **options: Any) -> sf.ImageSet:
+    """Read images with a progress bar, and print warnings. See `load_options` and `load_images` for the options."""
     with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
-        images = sf.load_images(
-            source,
-            size=size,
-            mode=cast(Literal["grey", "rgb"] | None, mode),
-            split=cast(Literal["train", "test"], split),
-            labels=not unlabelled,
-            classes=parse_classes(classes) if isinstance(classes, str) else classes,
-            person=person,
-            on_error=cast(Literal["raise", "skip"], on_error),
-            progress=advance,
-        )
+        images = sf.load_images(source, **load_options(**options), progress=advance)
     print_warnings(caught)
     return images
 
