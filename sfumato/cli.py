@@ -46,6 +46,7 @@ from sfumato.cli_options import (
     with_option_groups,
 )
 from sfumato.cli_prior import prior_app
+from sfumato.cli_report import report
 from sfumato.data import DataError, PublicFacts, contact_sheet, get_named, named_sets
 from sfumato.data.atomic import write_json
 from sfumato.demo import run_demo, unused_folder
@@ -184,20 +185,37 @@ def synth(
     test: Annotated[
         str | None, typer.Option(help="Measure utility on these real images. This declares them public.")
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Measure these public real images, too, for comparison; with --test.")
+    ] = None,
+    show_test: Annotated[
+        bool, typer.Option("--show-test", help="Show some test images in the report, beside the synthetic ones.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Create a folder to share: fit a model, draw images, evaluate them, write a certificate."""
+    """Create a folder to share: fit a model, draw images, evaluate them, write a report and a certificate."""
     model = options.create()
     check_signing_key(run.sign)
     if test is not None:
         check_sources(source.data, source.split, test)
+    elif reference is not None or show_test:
+        raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
     with _resumable(target):
         images = source.load()
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
+        real = None if reference is None else read_like(reference, images, "train", source.on_error)
         _check_before_fit(model, images, run)
         result = synthesize(
-            model, images, target, number=number, test=held_out, max_per_person=source.max_per_person, **vars(run)
+            model,
+            images,
+            target,
+            number=number,
+            test=held_out,
+            reference=real,
+            show_test=show_test,
+            max_per_person=source.max_per_person,
+            **vars(run),
         )
     console.print_json(result.to_dict()) if as_json else console.print_synthesis(result)
 
@@ -418,6 +436,7 @@ def budget_show(path: BudgetPath, as_json: Json = False) -> None:
 
 
 app.add_typer(prior_app, name="prior")
+app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
 
 data_app = typer.Typer(help="List or download named data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")

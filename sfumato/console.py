@@ -18,11 +18,13 @@ from sfumato.certificate import Verification
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import NamedSet, PublicFacts
 from sfumato.evaluate import Detection, summary
+from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
 from sfumato.methods.base import Setting
 from sfumato.methods.registry import MethodInfo
 from sfumato.privacy.accounting import Plan
 from sfumato.synthesize import Synthesis
 
+CHANCE = "chance level of accuracy"
 out = Console()
 err = Console(stderr=True)
 
@@ -156,8 +158,11 @@ def print_synthesis(result: Synthesis) -> None:
     folder = escape(str(result.folder))
     out.print(format_guarantee(result.certificate), soft_wrap=True)
     if result.accuracy is not None:
-        out.print(f"accuracy of a small CNN trained on the synthetic images: {result.accuracy} on the test images")
-    out.print(f"preview      {folder}/samples.png", soft_wrap=True)
+        chance = chance_level(result.accuracy.confusion)
+        word = judge_accuracy(result.accuracy.mean, chance)
+        text = f"accuracy of a small CNN trained on the synthetic images: {result.accuracy} on the test images"
+        out.print(f"{text} (chance {chance:.1f} %: {word})", soft_wrap=True)
+    out.print(f"report       {folder}/report.html", soft_wrap=True)
     out.print(f"images       {folder}/images/ and {folder}/images.npz ({result.number} images)", soft_wrap=True)
     if result.soft_labels:
         out.print("             soft labels are in images.npz only, because PNG files cannot hold them")
@@ -167,9 +172,13 @@ def print_synthesis(result: Synthesis) -> None:
 def print_comparison(found: dict[str, dict[str, Any]]) -> None:
     """Print the measures of several sets, one row for each measure and one column for each set."""
     columns = {name: summary(metrics) for name, metrics in found.items()}
-    table = Table("", *(escape(name) for name in columns))
+    for name, metrics in found.items():
+        if (chance := chance_of(metrics)) is not None:
+            columns[name][CHANCE] = f"{chance:.1f}"
+    table = Table("", *(escape(name) for name in columns), "good")
     for measure in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(measure, *(column.get(measure, "") for column in columns.values()))
+        good = "" if measure == CHANCE else meaning_of(measure).good
+        table.add_row(measure, *(column.get(measure, "") for column in columns.values()), good)
     out.print(table)
 
 

@@ -11,11 +11,14 @@ from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
+from sfumato.evaluate.meanings import chance_level
 from sfumato.evaluate.utility import Recipe
 from sfumato.methods.base import Synthesizer, started
 from sfumato.methods.registry import load
 from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.vault import MAX_PER_PERSON
+from sfumato.report import ReportRun, write_report
+from sfumato.report.card import write_card
 
 DEFAULT_IMAGES = 10_000  # of `synthesize`
 DEFAULT_SAMPLES = 1000  # of `sample_to_file`
@@ -49,6 +52,8 @@ class Synthesis:
             "epsilon": self.certificate.epsilon,
             "delta": self.certificate.delta,
             "accuracy": None if self.accuracy is None else self.accuracy.mean,
+            "chance": None if self.accuracy is None else chance_level(self.accuracy.confusion),
+            "report": str(self.folder / "report.html"),
         }
 
 
@@ -120,6 +125,8 @@ def synthesize(
     *,
     number: int | None = None,
     test: ImageSet | None = None,
+    reference: ImageSet | None = None,
+    show_test: bool = False,
     resume: bool = False,
     budget: str | Path | None = None,
     max_per_person: int = MAX_PER_PERSON,
@@ -127,18 +134,21 @@ def synthesize(
     issuer: str | None = None,
     subject: str | None = None,
 ) -> Synthesis:
-    """Fit `model` on private `images` and write synthetic images, metrics and a certificate to `folder`.
+    """Fit `model` on private `images` and write synthetic images, metrics, report, card and certificate to `folder`.
 
     - number: number of synthetic images; default: 10,000, or all that the method can create.
     - test: real images, which this call declares public, to measure the accuracy on. Test images that contain a
       private image are refused before any privacy budget is spent.
+    - reference: public real images to train the same classifier on, for comparison; refused like `test`.
+    - show_test: show some test images in the report, beside the synthetic ones.
     - resume: continue an interrupted run.
     - budget, max_per_person, sign, issuer, subject: see `Synthesizer.fit`.
     """
     public = model.public_facts(images)
-    if test is not None:
-        check_comparable(test, public)
-        check_disjoint(images, test)
+    for given in (test, reference):
+        if given is not None:
+            check_comparable(given, public)
+            check_disjoint(images, given)
     max_samples = model.max_samples(public)
     if number is not None and max_samples is not None and number > max_samples:
         raise DataError(
@@ -167,8 +177,18 @@ def synthesize(
     if test is not None:
         recipe = Recipe() if max_samples is None else CONDENSED_RECIPE
         accuracy = downstream_accuracy(synthetic, test, recipe=recipe, device=model.torch_device)
-        metrics["utility"] = {"small_cnn": accuracy.to_dict()}
+        metrics = {
+            "utility": {"small_cnn": accuracy.to_dict()},
+            "chance": {"accuracy": chance_level(accuracy.confusion)},
+        }
+    if test is not None and reference is not None:
+        real = downstream_accuracy(reference, test, device=model.torch_device)
+        metrics["reference"] = {"utility": {"small_cnn": real.to_dict()}, "images": len(reference)}
     write_json(folder / "metrics.json", metrics)
+    write_card(folder, model.certificate_, synthetic, metrics)
+    shown = test if show_test else None
+    report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
+    write_report([report], folder / "report.html", overwrite=True)
     certificate = model.certificate_.covering(folder)
     if sign is not None:
         certificate = certificate.signed(sign)
