@@ -1,4 +1,7 @@
-"""Options of the command line: their help texts, groups that several commands share, and the values they parse to."""
+"""Options of the command line: their help texts, groups that several commands share, and the values they parse to.
+
+This module and those of the commands import PyTorch only inside functions, so that a usage error is printed at once.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,13 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-import sfumato as sf
-from sfumato.console import print_warnings
-from sfumato.data import DataWarning, PublicFacts, read_public
-from sfumato.methods.base import Synthesizer
-from sfumato.methods.registry import DEFAULT
-from sfumato.privacy.vault import MAX_PER_PERSON
-from sfumato.progress import bar
+if TYPE_CHECKING:
+    from sfumato.data import ImageSet
+    from sfumato.methods.base import Synthesizer
 
 IMAGES = "Images"
 METHOD = "Method and privacy"
@@ -101,11 +100,8 @@ class DataOptions:
         ),
     ] = None
     max_per_person: Annotated[
-        int,
-        typer.Option(
-            "--max-per-person", min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES
-        ),
-    ] = MAX_PER_PERSON
+        int, typer.Option(min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES)
+    ] = 1000
     label_column: Annotated[
         str | None,
         typer.Option(
@@ -142,17 +138,20 @@ class DataOptions:
         ),
     ] = None
 
-    def load(self) -> sf.ImageSet:
+    def load(self) -> ImageSet:
         """Read the images."""
         return read_images(self.data, **self._reading())
 
-    def public(self, declare_size: bool) -> PublicFacts:
-        """Read the public facts only. At most one image is decoded."""
+    def outline(self) -> ImageSet:
+        """Read everything but the pixels, which are blank. At most one image is decoded."""
+        from sfumato.console import print_warnings
+        from sfumato.data import DataWarning, read_outline
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DataWarning)
-            facts = read_public(self.data, declare_size=declare_size, **load_options(**self._reading()))
+            images = read_outline(self.data, **load_options(**self._reading()))
         print_warnings(caught)
-        return facts
+        return images
 
     def _reading(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
@@ -170,7 +169,7 @@ class MethodOptions:
             help="Choose a method (sfumato methods). auto chooses one for this machine.",
             rich_help_panel=METHOD,
         ),
-    ] = DEFAULT
+    ] = "auto"
     prior: Annotated[
         str | None,
         typer.Option(
@@ -222,12 +221,14 @@ class MethodOptions:
 
     def create(self) -> Synthesizer:
         """Create the method with the parameters that were given."""
+        from sfumato.methods.registry import create
+
         names = ("prior", "epsilon", "delta", "adjacency", "seed", "device")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         params = parse_assignments(self.params)
         if twice := sorted(given.keys() & params.keys()):
             raise typer.BadParameter(f"--{twice[0]} and --set {twice[0]}=… were both given; pass only one of them")
-        return sf.create(self.method, **given, **params)
+        return create(self.method, **given, **params)
 
 
 @dataclass(frozen=True)
@@ -329,16 +330,20 @@ def load_options(
     }
 
 
-def read_images(source: str, **options: Any) -> sf.ImageSet:
+def read_images(source: str, **options: Any) -> ImageSet:
     """Read images with a progress bar, and print warnings. See `load_options` and `load_images` for the options."""
+    from sfumato.console import print_warnings
+    from sfumato.data import DataWarning, load_images
+    from sfumato.progress import bar
+
     with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
-        images = sf.load_images(source, **load_options(**options), progress=advance)
+        images = load_images(source, **load_options(**options), progress=advance)
     print_warnings(caught)
     return images
 
 
-def read_like(source: str, images: sf.ImageSet, split: str, on_error: str = "raise") -> sf.ImageSet:
+def read_like(source: str, images: ImageSet, split: str, on_error: str = "raise") -> ImageSet:
     """Read images with the shape and the classes of other images."""
     size, mode = size_and_mode(images.shape)
     classes = images.classes if images.labelled else None
@@ -348,10 +353,10 @@ def read_like(source: str, images: sf.ImageSet, split: str, on_error: str = "rai
     )
 
 
-def read_synthetic(source: str, unlabelled: bool, classes: str | None) -> sf.ImageSet:
+def read_synthetic(source: str, **options: Any) -> ImageSet:
     """Read a synthetic set. In a folder that `synth` wrote, read images.npz."""
     archive = Path(source) / "images.npz"
-    return read_images(str(archive) if archive.exists() else source, unlabelled=unlabelled, classes=classes)
+    return read_images(str(archive) if archive.exists() else source, **options)
 
 
 def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:

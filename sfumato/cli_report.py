@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from sfumato import console
 from sfumato.cli_options import Json, read_like
-from sfumato.data import DataError
-from sfumato.report import read_run, write_report
 
 
 def report(
@@ -26,6 +23,10 @@ def report(
     """Write a page for people: images, the guarantee in plain words, quality. Several runs are compared."""
     if target.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"--out must end in .html, got {target}")
+    from sfumato import console
+    from sfumato.data import DataError
+    from sfumato.report import read_run, write_report
+
     inside = next((run for run in runs if run.resolve() in target.resolve().parents), None)
     if inside is not None:
         raise DataError(f"{target} lies in {inside}, whose certificate would not cover it; choose another place")

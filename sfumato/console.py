@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import shutil
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +23,7 @@ from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import NamedSet, PublicFacts
 from sfumato.evaluate import Detection, summary
 from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
-from sfumato.methods.base import Setting
+from sfumato.methods.parameters import Setting
 from sfumato.methods.registry import MethodInfo
 from sfumato.privacy.accounting import Plan
 from sfumato.synthesize import Synthesis
@@ -34,6 +38,17 @@ SIGNATURES = {  # that name no signer, as people read them
     "by another key": "signed by another key",
     "not checked": "signed, but not checked",
 }
+
+
+def program() -> str:
+    """Return the command as this shell finds it: `sfumato`, or the path of the program where it is not on the PATH."""
+    return "sfumato" if shutil.which("sfumato") else escape(f"{Path(sys.executable).parent / 'sfumato'}")
+
+
+def peak_memory() -> float:
+    """Return the largest memory of this process so far, in GiB."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def sanitize(text: str) -> str:
@@ -73,19 +88,32 @@ def print_methods(infos: Sequence[MethodInfo]) -> None:
     out.print(table)
 
 
+def print_parameters(key: str, found: Sequence[dict[str, Any]]) -> None:
+    """Print the parameters of a method."""
+    table = Table(Column("parameter", no_wrap=True), "default", "what it does", title=key, box=None, pad_edge=False)
+    for each in found:
+        table.add_row(each["name"], escape(str(each["default"])), escape(each["what"]))
+    out.print(table)
+    out.print("set them with: --set NAME=VALUE")
+
+
 def print_plan(planned: Plan, method: str, public: PublicFacts, settings: Sequence[Setting]) -> None:
     """Print the public facts, the releases, the settings of the method and the total epsilon."""
     channels, height, width = public.shape
     classes = ", ".join(public.classes[:10]) + (", …" if len(public.classes) > 10 else "")
     labelled = f"{len(public.classes)} classes ({classes})" if public.labelled else "no classes"
     colour = "grey" if channels == 1 else "RGB"
-    out.print(f"{method} on {height}×{width} {colour} images, {sanitize(labelled)}", soft_wrap=True)
+    start = next((f", prior {each.value}" for each in settings if each.name == "prior" and each.value), "")
+    text = f"{method}{start} on {height}×{width} {colour} images, {labelled}, unit: one {public.unit}"
+    out.print(sanitize(text), soft_wrap=True)
     table = Table("release", "times", "sampling", "noise multiplier", title="planned releases (nothing is spent yet)")
     for release in planned.releases:
         table.add_row(release.name, str(release.times), f"{release.sampling_prob:g}", f"{release.noise:.4f}")
     out.print(table)
     out.print(_settings_table(settings))
     budget = planned.budget
+    if public.sizes is not None:
+        out.print(f"declared public: {sum(public.sizes):g} {public.unit}s in all")
     total = f"epsilon {planned.epsilon:.4f} of {budget.epsilon:g} at delta {budget.delta:g}, {budget.adjacency}"
     out.print(f"{total}, for one {budget.unit}")
 
@@ -166,7 +194,9 @@ def print_synthesis(result: Synthesis) -> None:
     out.print(f"images       {folder}/images/ and {folder}/images.npz ({result.number} images)", soft_wrap=True)
     if result.soft_labels:
         out.print("             soft labels are in images.npz only, because PNG files cannot hold them")
-    out.print(f"certificate  check it with: sfumato verify {folder}/certificate.json", soft_wrap=True)
+    out.print(f"certificate  check it with: {program()} verify {folder}/certificate.json", soft_wrap=True)
+    minutes = f"{result.seconds / 60:.1f} minutes, up to {peak_memory():.1f} GiB of memory"
+    out.print(f"this run     {minutes} (not in the report: both depend on the number of images)", soft_wrap=True)
 
 
 def print_comparison(found: dict[str, dict[str, Any]]) -> None:
@@ -208,6 +238,15 @@ def print_named_sets(infos: Sequence[NamedSet], *, as_json: bool) -> None:
         path = escape(str(info.found)) if info.found else "not on this machine"
         table.add_row(info.name, info.description, info.licence, path)
     out.print(table)
+
+
+def print_doctor(found: dict[str, Any]) -> None:
+    """Print what a machine can do, one block for each part."""
+    for title, content in found.items():
+        out.print(f"[bold]{title}[/bold]")
+        lines = content.items() if isinstance(content, dict) else [("", ", ".join(content) or "none")]
+        for name, text in lines:
+            out.print(f"  {name:<30} {sanitize(str(text))}" if name else f"  {sanitize(str(text))}", soft_wrap=True)
 
 
 def print_warnings(messages: Sequence[str | warnings.WarningMessage]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import secrets
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,12 @@ from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
+from sfumato.data.storage import available_memory
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
 from sfumato.evaluate.meanings import chance_level
 from sfumato.evaluate.utility import Recipe
-from sfumato.methods.base import Synthesizer, started
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.parameters import started
 from sfumato.methods.registry import load
 from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.vault import MAX_PER_PERSON
@@ -23,6 +28,7 @@ from sfumato.report.card import write_card
 DEFAULT_IMAGES = 10_000  # of `synthesize`
 DEFAULT_SAMPLES = 1000  # of `sample_to_file`
 CONDENSED_RECIPE = Recipe(300, condensed=True)  # for methods that create few images per class
+BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
 FILE_SUFFIXES = (".npz", ".parquet")
 
 
@@ -35,6 +41,7 @@ class Synthesis:
     - certificate: certificate of the folder.
     - accuracy: accuracy of a small CNN on the test images, or None without test images.
     - soft_labels: whether `images.npz` contains soft labels.
+    - seconds: time that it took; private, because it depends on the number of images.
     """
 
     folder: Path
@@ -42,6 +49,7 @@ class Synthesis:
     certificate: Certificate
     accuracy: Accuracy | None
     soft_labels: bool = False
+    seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result, ready for JSON."""
@@ -91,6 +99,19 @@ def check_disjoint(private: ImageSet, test: ImageSet) -> None:
         )
 
 
+def check_memory(number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if so many images do not fit in memory. Called before any privacy budget is spent."""
+    needed = BYTES_PER_PIXEL * number * math.prod(public.shape)
+    if needed > available_memory():
+        limit = available_memory() // (BYTES_PER_PIXEL * math.prod(public.shape))
+        raise DataError(f"{number} images need {needed / 2**30:.1f} GiB of memory; request at most {limit} at a time")
+
+
+def new_seed() -> int:
+    """Return a new seed of samples, so that they differ from all that were drawn before."""
+    return secrets.randbits(31)
+
+
 def check_signing_key(key: Path | None) -> None:
     """Raise an error if the key cannot sign. Called before any privacy budget is spent."""
     if key is not None:
@@ -127,6 +148,7 @@ def synthesize(
     test: ImageSet | None = None,
     reference: ImageSet | None = None,
     show_test: bool = False,
+    licence: str | None = None,
     resume: bool = False,
     budget: str | Path | None = None,
     max_per_person: int = MAX_PER_PERSON,
@@ -141,10 +163,11 @@ def synthesize(
       private image are refused before any privacy budget is spent.
     - reference: public real images to train the same classifier on, for comparison; refused like `test`.
     - show_test: show some test images in the report, beside the synthetic ones.
+    - licence: licence of the synthetic images, for the data-set card.
     - resume: continue an interrupted run.
     - budget, max_per_person, sign, issuer, subject: see `Synthesizer.fit`.
     """
-    public = model.public_facts(images)
+    start, public = time.monotonic(), model.public_facts(images)
     for given in (test, reference):
         if given is not None:
             check_comparable(given, public)
@@ -154,6 +177,7 @@ def synthesize(
         raise DataError(
             f"{model.key} creates at most {max_samples} images; request fewer, or increase images_per_class"
         )
+    check_memory(number or max_samples or DEFAULT_IMAGES, public)
     if resume and (folder / "certificate.json").exists():  # the model is fitted; only samples and metrics are missing
         model = _finished_run(folder, model, public, budget)
     else:
@@ -185,7 +209,7 @@ def synthesize(
         real = downstream_accuracy(reference, test, device=model.torch_device)
         metrics["reference"] = {"utility": {"small_cnn": real.to_dict()}, "images": len(reference)}
     write_json(folder / "metrics.json", metrics)
-    write_card(folder, model.certificate_, synthetic, metrics)
+    write_card(folder, model.certificate_, synthetic, metrics, licence)
     shown = test if show_test else None
     report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
     write_report([report], folder / "report.html", overwrite=True)
@@ -193,7 +217,8 @@ def synthesize(
     if sign is not None:
         certificate = certificate.signed(sign)
     certificate.save(folder / "certificate.json")
-    return Synthesis(folder, len(synthetic), certificate, accuracy, synthetic.soft_labels is not None)
+    soft_labels, seconds = synthetic.soft_labels is not None, time.monotonic() - start
+    return Synthesis(folder, len(synthetic), certificate, accuracy, soft_labels, seconds)
 
 
 def sample_to_file(
@@ -225,6 +250,7 @@ def sample_to_file(
     classes = len(model.public_.classes)
     max_samples = model.max_samples(model.public_) or DEFAULT_SAMPLES * classes
     number = number or min(DEFAULT_SAMPLES, max_samples // (classes if label else 1))
+    check_memory(number, model.public_)
     images = model.sample(number, labels=label, seed=seed, **(options or {}))
     save_images(images, target, overwrite=overwrite)
     certificate = model.certificate_.derived(target.parent, [target.name])

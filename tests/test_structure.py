@@ -20,6 +20,7 @@ import sfumato as sf
 from sfumato.cli import app
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import METHODS
+from sfumato.privacy import Budget
 
 PACKAGE = Path(sf.__file__).parent
 MODULES = {
@@ -45,7 +46,7 @@ LAYERS = (
     ("synthesize",),
     ("console", "demo"),
     ("cli_options",),
-    ("cli_prior", "cli_report"),
+    ("cli_config", "cli_check", "cli_doctor", "cli_evaluate", "cli_prior", "cli_report"),
     ("cli",),
     ("__main__",),
 )
@@ -58,7 +59,7 @@ ONLY = {
 }
 SHARED_BY_METHODS = {
     *("base", "generator_method", "condensation", "kernel_painter", "teacher"),
-    *("class_counts", "warm_start", "registry", "checkpoints", "score_matching", "diffusion_painter"),
+    *("parameters", "class_counts", "warm_start", "registry", "checkpoints", "score_matching", "diffusion_painter"),
 }
 MAX_PARAMETERS = 15
 FREE_TEXT = {
@@ -357,8 +358,8 @@ def test_a_run_goes_through_few_files(tmp_path: Path) -> None:
 
 def test_the_files_of_a_run_are_found() -> None:
     assert files_called(lambda: None) == []
-    assert files_called(lambda: sf.Budget(1.0)) == ["privacy/budget.py"]
-    later = threading.Thread(target=lambda: sf.Budget(1.0))
+    assert files_called(lambda: Budget(1.0)) == ["privacy/budget.py"]
+    later = threading.Thread(target=lambda: Budget(1.0))
     assert files_called(lambda: (later.start(), later.join())) == ["privacy/budget.py"]
 
 

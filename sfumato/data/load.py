@@ -33,7 +33,7 @@ from sfumato.data.decode import (
 )
 from sfumato.data.errors import UNLABELLED_HINT, DataError, DataWarning, first_few
 from sfumato.data.folders import list_folder
-from sfumato.data.imageset import ImageSet, PublicFacts
+from sfumato.data.imageset import ImageSet
 from sfumato.data.labels import Classes, SeveralLabels, class_names
 from sfumato.data.medical import ValueRange
 from sfumato.data.named import read_digits, resolve
@@ -131,10 +131,9 @@ def load_images(
     return images
 
 
-def read_public(
+def read_outline(
     source: str | Path,
     *,
-    declare_size: bool = False,
     size: int | None = None,
     mode: Mode | None = None,
     split: Split = "train",
@@ -146,10 +145,10 @@ def read_public(
     frames: Frames | None = None,
     value_range: ValueRange | None = None,
     on_error: OnError = "raise",
-) -> PublicFacts:
-    """Return the public facts of a source. Decode at most one image, and none if `size` and `mode` are given.
+) -> ImageSet:
+    """Read labels, classes, persons and shape, with blank pixels that take no memory. See `load_images`.
 
-    - declare_size: include the number of units in each class, as `ImageSet.public`. Other parameters: `load_images`.
+    Decode at most one image, and none if `size` and `mode` are given.
     """
     conversion = Conversion(size, mode, frames, value_range)
     options = _checked(conversion, split, labels, on_error, classes, person, label_column, several_labels)
@@ -168,7 +167,7 @@ def read_public(
     images = ImageSet(blank, expanded, found.classes, persons=persons)
     _check_number(images, source, warn=split == "train")
     _check_classes(images, source)
-    return images.public(declare_size=declare_size)
+    return images
 
 
 def _first_shape(items: Iterator[Item], conversion: Conversion, on_error: OnError) -> tuple[int, int, int]:

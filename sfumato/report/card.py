@@ -61,19 +61,21 @@ CONTEXT = {
 }
 
 
-def write_card(folder: Path, certificate: Certificate, images: ImageSet, metrics: dict[str, Any]) -> None:
+def write_card(
+    folder: Path, certificate: Certificate, images: ImageSet, metrics: dict[str, Any], licence: str | None = None
+) -> None:
     """Write README.md and croissant.json to a folder with `images/` and `images.npz`."""
     with replacing(folder / "README.md", overwrite=True) as temporary:
-        temporary.write_text(card(certificate, images, metrics), "utf-8")
-    write_json(folder / "croissant.json", croissant(folder, certificate, images))
+        temporary.write_text(card(certificate, images, metrics, licence), "utf-8")
+    write_json(folder / "croissant.json", croissant(folder, certificate, images, licence))
 
 
-def card(certificate: Certificate, images: ImageSet, metrics: dict[str, Any]) -> str:
+def card(certificate: Certificate, images: ImageSet, metrics: dict[str, Any], licence: str | None = None) -> str:
     """Return the text of the data-set card; the guarantee is in its metadata, too."""
     size = next((name for limit, name in SIZES if len(images) < limit), "n>10M")
     metadata = {
         "pretty_name": _title(certificate),
-        "license": "unknown",
+        "license": licence or "unknown",
         "tags": ["synthetic", "differential-privacy", "sfumato"],
         "task_categories": ["image-classification" if images.labelled else "unconditional-image-generation"],
         "size_categories": [size],
@@ -111,7 +113,7 @@ def card(certificate: Certificate, images: ImageSet, metrics: dict[str, Any]) ->
     return "\n\n".join(parts) + "\n"
 
 
-def croissant(folder: Path, certificate: Certificate, images: ImageSet) -> dict[str, Any]:
+def croissant(folder: Path, certificate: Certificate, images: ImageSet, licence: str | None = None) -> dict[str, Any]:
     """Return Croissant 1.0 metadata with one record for each PNG file."""
     pattern = "images/*/*.png" if images.labelled else "images/*.png"
     fields = [
@@ -135,7 +137,7 @@ def croissant(folder: Path, certificate: Certificate, images: ImageSet) -> dict[
         "conformsTo": [f"{CROISSANT}1.0", f"{CROISSANT}RAI/1.0"],
         "version": "1.0.0",
         "datePublished": certificate.issued[:10],
-        "license": "https://choosealicense.com/no-permission/",
+        "license": licence or "not stated",
         "citeAs": f"{_title(certificate)}, {certificate.issued[:4]}, made with sfumato",
         "creator": {"@type": "sc:Organization", "name": certificate.issuer or "not stated"},
         "keywords": ["synthetic", "differential privacy"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data import DataError, DataWarning, load_images, medical, read_public
+from sfumato.data import DataError, DataWarning, load_images, medical, read_outline
 
 pydicom = pytest.importorskip("pydicom")
 nibabel_testing = pytest.importorskip("nibabel.testing")
@@ -81,9 +81,8 @@ def test_several_frames_need_a_rule_and_count_as_one_person(tmp_path):
     assert by_file.public().unit == "person"
     by_patient = load_images(tmp_path, labels=False, frames="all", person="dicom:PatientID")
     assert by_patient.persons.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
-    assert read_public(
-        tmp_path, labels=False, frames="all", person="dicom:PatientID", declare_size=True
-    ) == by_patient.public(declare_size=True)
+    outline = read_outline(tmp_path, labels=False, frames="all", person="dicom:PatientID")
+    assert outline.public(declare_size=True) == by_patient.public(declare_size=True)
 
 
 def test_labels_and_persons_from_the_header(tmp_path):

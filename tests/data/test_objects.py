@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from sfumato.data import DataError, ImageSet, decode, load_images, read_public, save_images, to_hugging_face
+from sfumato.data import DataError, ImageSet, decode, load_images, read_outline, save_images, to_hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
 
@@ -103,14 +103,14 @@ def test_public_facts_decode_nothing_that_is_not_needed(class_folder, monkeypatc
     opened = []
     real = decode._open_images
     monkeypatch.setattr(decode, "_open_images", lambda *given: opened.append(given[1]) or real(*given))
-    declared = read_public(class_folder, size=16, mode="rgb")
+    declared = read_outline(class_folder, size=16, mode="rgb").public()
     assert not opened
     assert declared == load_images(class_folder, size=16, mode="rgb").public()
     opened.clear()
-    assert read_public(class_folder, declare_size=True).sizes == (2.0, 2.0)
+    assert read_outline(class_folder).public(declare_size=True).sizes == (2.0, 2.0)
     assert opened == ["a/0.png"]
 
 
 def test_public_facts_of_arrays(tmp_path, digits):
     path = save_images(ImageSet(digits.images, digits.labels, digits.classes), tmp_path / "x.npz")
-    assert read_public(path, size=4, declare_size=True) == load_images(path, size=4).public(declare_size=True)
+    assert read_outline(path, size=4).public(declare_size=True) == load_images(path, size=4).public(declare_size=True)
