@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from sfumato import __version__
 from sfumato.cli_check import account, budget_app, key_app, verify
+from sfumato.cli_compare import compare
 from sfumato.cli_config import Config, write_config
 from sfumato.cli_doctor import doctor
 from sfumato.cli_evaluate import evaluate, ood
@@ -149,9 +150,11 @@ def fit(
 ) -> None:
     """Fit a model to private images. The model can be sampled any number of times."""
     from sfumato import console
+    from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_output, check_signing_key
 
     model = options.create()
+    usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
     with _resumable(target):
@@ -241,9 +244,11 @@ def synth(
 ) -> None:
     """Create a folder to share: fit a model, draw images, evaluate them, write a report and a certificate."""
     from sfumato import console
+    from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_output, check_signing_key, check_sources, synthesize
 
     model = options.create()
+    usable_device(model.device)
     check_signing_key(run.sign)
     if test is not None:
         check_sources(source.data, source.split, test)
@@ -330,6 +335,10 @@ app.command(epilog="Examples: sfumato account -s 1.1 -q 0.01 -t 10000 ; sfumato 
 app.command(epilog="Examples: sfumato verify shared/ ; sfumato verify shared/ --max-epsilon 1 --signed-by issuer.pub")(
     verify
 )
+app.command(
+    epilog="Example: sfumato compare mnist --public --methods dp-merf,atelier --epsilons 0.2,1,10 --seeds 3 --test "
+    "mnist --out comparison/"
+)(compare)
 app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
 app.add_typer(key_app, name="key")
 app.add_typer(budget_app, name="budget")

@@ -52,7 +52,7 @@ def write_config(context: typer.Context, path: Path, **resolved: Any) -> Path:
     }
     values = {**given, **resolved}
     params = parse_assignments(values.pop(SET, None))
-    lines = [f"# {context.command_path} --config {path.name}"]
+    lines = [f"# sfumato {context.info_name} --config {path.name}"]
     lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
     lines += ["", f"[{SET}]", *(f"{name} = {_toml(value)}" for name, value in params.items())] if params else []
     path.write_text("\n".join(lines) + "\n", "utf-8")

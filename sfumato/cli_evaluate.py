@@ -59,9 +59,10 @@ def evaluate(
     from sfumato.data import DataError, contact_sheet
     from sfumato.data.atomic import write_json
     from sfumato.evaluate import compare, measure_private
-    from sfumato.methods.parameters import chosen_device
+    from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_disjoint, check_sources
 
+    computing = usable_device(device)
     if train is not None:
         check_sources(train, "train", test)
     options = {"size": size, "mode": mode, "unlabelled": unlabelled, "classes": classes}
@@ -78,9 +79,7 @@ def evaluate(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            found = compare(
-                loaded, test=held_out, profile=profile, network=feature_network, device=chosen_device(device)
-            )
+            found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=computing)
         except DataError as error:
             hint = "" if feature_network is None or "pip install" not in str(error) else NO_NETWORK
             raise DataError(f"{error}{hint}") from error

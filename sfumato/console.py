@@ -212,6 +212,19 @@ def print_comparison(found: dict[str, dict[str, Any]]) -> None:
     out.print(table)
 
 
+def print_sweep(results: dict[str, Any], folder: Path) -> None:
+    """Print the results of a comparison of methods."""
+    table = Table("method", "epsilon", "accuracy in %", "seeds")
+    for row in results["rows"]:
+        spread = "" if row["sd"] is None else f" ± {row['sd']:.1f}"
+        accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.1f}{spread}"
+        table.add_row(row["method"], f"{row['epsilon']:g}", accuracy, str(row["seeds"]))
+    out.print(table)
+    if results["missing"]:
+        out.print(f"{results['missing']} runs are missing; start the same command again to make them")
+    out.print(f"report, plot and table: {escape(str(folder))}/report.html, plot.svg, results.md", soft_wrap=True)
+
+
 def print_detections(found: dict[str, Detection], false_alarms: float) -> None:
     """Print the results of out-of-distribution detection, one row for each class."""
     table = Table("scored as", "images", "threshold", "flagged", "of inliers", "of outliers", "AUROC")

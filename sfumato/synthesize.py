@@ -128,15 +128,20 @@ def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -
 def _finished_run(folder: Path, model: Synthesizer, public: PublicFacts, budget: str | Path | None) -> Synthesizer:
     """Return the fitted model of a folder. Raise `DataError` if it was made with other settings or another budget."""
     found = load(folder, device=model.device)
-    certificate, wanted = found.certificate_, model.json_settings(public)
-    free = {*model.adjustable, "device"}
-    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
-    if found.key != model.key or other:
-        what = "method" if found.key != model.key else other[0]
-        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
+    certificate = found.certificate_
+    check_settings(certificate, model, public, folder)
     if certificate.account != (None if budget is None else Path(budget).name):
         raise DataError(f"{folder} holds a finished run that was not charged to this budget; choose another folder")
     return found
+
+
+def check_settings(certificate: Certificate, model: Synthesizer, public: PublicFacts, folder: Path) -> None:
+    """Raise `DataError` if a finished run in `folder` was made with other settings."""
+    wanted, free = model.json_settings(public), {*model.adjustable, "device"}
+    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
+    if certificate.method != model.key or other:
+        what = "method" if certificate.method != model.key else other[0]
+        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
 
 
 def synthesize(

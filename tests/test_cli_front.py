@@ -129,9 +129,13 @@ def test_the_estimate_counts_all_steps(few_digits: ImageSet) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named(folder: Path, tmp_path: Path, run: Any) -> None:
-    status, _, err = run("synth", folder, "--out", tmp_path / "o", "--device", "cuda")
-    assert status == 2
-    assert "finds no GPU here" in err
+    for command in (["synth", folder, "--out", tmp_path / "o"], ["evaluate", folder, "--test", folder]):
+        status, _, err = run(*command, "--device", "cuda")
+        assert status == 2
+        assert "finds no GPU here" in err
+    with pytest.raises(ValueError, match="no GPU"):
+        sf.create("dp-merf", device="cuda").fit(sf.load_images(folder))
+    assert run("plan", folder, "--device", "cuda", "--method", "dp-merf")[0] == 0  # a plan for another machine
 
 
 # -- seeds ------------------------------------------------------------------------------------------------

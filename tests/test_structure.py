@@ -44,9 +44,11 @@ LAYERS = (
     ("root",),
     ("report",),
     ("synthesize",),
+    ("sweep",),
     ("console", "demo"),
     ("cli_options",),
     ("cli_config", "cli_check", "cli_doctor", "cli_evaluate", "cli_prior", "cli_report"),
+    ("cli_compare",),
     ("cli",),
     ("__main__",),
 )

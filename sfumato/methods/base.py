@@ -34,6 +34,7 @@ from sfumato.methods.parameters import (
     chosen_device,
     list_settings,
     nearest_name,
+    usable_device,
 )
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.budget import Adjacency, Unit
@@ -227,6 +228,7 @@ class Synthesizer(ABC):
         """
         if not isinstance(images, ImageSet):
             raise DataError(f"fit takes an ImageSet, not a {type(images).__name__}; read it with load_images first")
+        usable_device(self.device)
         public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
         if sign is not None:
             signing.sign("", sign)  # a key that does not work is found before anything is spent

@@ -49,9 +49,14 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError:
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name. Raise `ValueError` if this machine does not have it."""
+    device = chosen_device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: PyTorch finds no GPU here; use auto or cpu, and see: sfumato doctor")
     return device

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from sfumato.certificate.issue import content_digest, file_digest
 from sfumato.data import DataError, PublicFacts
 from sfumato.methods.base import FORMAT, Synthesizer
-from sfumato.methods.parameters import chosen_device
+from sfumato.methods.parameters import chosen_device, usable_device
 
 DEFAULT = "auto"
 DEFAULT_BY_DEVICE = {"cuda": "atelier", "cpu": "dp-merf"}  # most accurate within a few minutes, as measured
@@ -105,6 +105,7 @@ def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
 def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
     """Return the model that `fit` or `save` wrote to `folder`."""
     source = Path(folder)
+    usable_device(device)
     try:
         content = json.loads((source / "config.json").read_text("utf-8"))
         if content["format"] != FORMAT:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 440, 280
+COLOURS = ("#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#be185d", "#525252")  # of files
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
 
 
@@ -87,6 +88,17 @@ def line_chart(
     for number, each in enumerate(series):
         parts.append(_series(each, x, y, number % 8, points))
     return Markup("").join([*parts, Markup("</svg>")])
+
+
+def standalone(chart: Markup) -> str:
+    """Return a chart as an SVG file with its own colours."""
+    rules = ["text{font:12px sans-serif}", ".grid{stroke:#ddd}", ".mark{stroke:#777;stroke-dasharray:5 4}"]
+    rules += ["polyline{fill:none;stroke-width:2}", "svg{background:#fff}"]
+    rules += [
+        f".s{number}{{stroke:{colour}}}.s{number} circle{{fill:{colour}}}" for number, colour in enumerate(COLOURS)
+    ]
+    text = str(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return text.replace("<title>", f"<style>{''.join(rules)}</style><title>", 1)
 
 
 def _series(series: Series, x: Axis, y: Axis, number: int, points: bool) -> Markup:

@@ -43,20 +43,23 @@ def epsilon_curve(certificate: Certificate, deltas: Sequence[float] = DELTAS) ->
     Exact for Gaussian releases without subsampling; otherwise by Rényi divergences, and never above the certificate's
     epsilon for deltas above its delta.
     """
-    adjacency, releases = cast(Adjacency, certificate.adjacency), releases_of(certificate)
+    found = composed_epsilons(releases_of(certificate), cast(Adjacency, certificate.adjacency), deltas)
+    stated = math.inf if certificate.epsilon is None else certificate.epsilon
+    return [
+        (delta, min(epsilon, stated) if delta >= certificate.delta else epsilon)
+        for delta, epsilon in zip(deltas, found, strict=True)
+    ]
+
+
+def composed_epsilons(releases: Sequence[Release], adjacency: Adjacency, deltas: Sequence[float]) -> list[float]:
+    """Return an upper bound on epsilon at each delta for all these releases together."""
     full, sampled = merge_gaussians(releases, adjacency)
-    divergences = {} if not sampled else {order: renyi_divergence(releases, order, adjacency) for order in ORDERS}
-    found = []
-    for delta in deltas:
-        if not sampled:
-            with suppress_library_warnings():
-                epsilon = float(dp_accounting.get_epsilon_gaussian(full, delta))
-        else:
-            epsilon = min(_converted(order, value, delta) for order, value in divergences.items())
-        if delta >= certificate.delta and certificate.epsilon is not None:
-            epsilon = min(epsilon, certificate.epsilon)
-        found.append((delta, max(epsilon, 0.0)))
-    return found
+    if not sampled:
+        with suppress_library_warnings():
+            return [max(float(dp_accounting.get_epsilon_gaussian(full, delta)), 0.0) for delta in deltas]
+    divergences = {order: renyi_divergence(releases, order, adjacency) for order in ORDERS}
+    best = [min(_converted(order, value, delta) for order, value in divergences.items()) for delta in deltas]
+    return [max(epsilon, 0.0) for epsilon in best]
 
 
 def _converted(order: float, divergence: float, delta: float) -> float:

@@ -89,7 +89,7 @@ def render(runs: Sequence[ReportRun]) -> str:
     if not runs:
         raise DataError("there is no run to report on")
     try:
-        content = {"runs": [_run(run) for run in runs], "comparison": _comparison(runs) if len(runs) > 1 else None}
+        content = {"runs": [_run(run) for run in runs], "comparison": comparison(runs) if len(runs) > 1 else None}
         return _environment().get_template(TEMPLATE).render(**content)
     except (TypeError, KeyError, AttributeError, IndexError) as error:
         raise DataError(f"the certificate or the metrics have an unknown form: {error!r}") from error
@@ -221,7 +221,7 @@ def _command(certificate: Certificate) -> str:
     return " ".join(parts)
 
 
-def _comparison(runs: Sequence[ReportRun]) -> dict[str, Any]:
+def comparison(runs: Sequence[ReportRun]) -> dict[str, Any]:
     """Return the curves of accuracy against epsilon, one for each method, with the spread over runs."""
     groups: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     chance = []
