@@ -119,6 +119,8 @@ def plan(
     console.print_warnings([*advice, *_private_advice(model, outline)])
     if public.unit == "person":
         notes = [*notes, f"at most {source.max_per_person} images of each person are used"]
+    if (source.size is None or source.mode is None) and Path(source.data).is_dir():
+        notes = [*notes, "the shape is that of the first image; declare --size and --mode, since all must agree"]
     refusal = None if budget is None else DatasetBudget(budget).refusal(planned)
     if as_json:
         names = ("shape", "classes", "unit", "sizes")

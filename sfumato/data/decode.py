@@ -147,7 +147,7 @@ def decode(
                 kept.append(index)
             if progress is not None:
                 progress(len(kept) + len(skipped), listing.count)
-    _report(listing.others, skipped, conversion.deep)
+    report_left_out(listing.others, skipped, conversion.deep)
     if not kept:
         raise DataError("no image could be read")
     labels, soft_labels = (
@@ -167,7 +167,7 @@ def count_frames(listing: Listing, workers: int | None = None) -> Listing:
     return replace(listing, items=items, count=sum(item.images for item in items))
 
 
-def _report(others: list[str], skipped: list[str], deep: list[int]) -> None:
+def report_left_out(others: Sequence[str], skipped: Sequence[str], deep: Sequence[int] = ()) -> None:
     """Warn about files that were left out, and about dark images. For the owner's eyes: the counts are private."""
     if others:
         kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in others)

@@ -50,7 +50,7 @@ def list_folder(
     folder = _split_folder(folder, split)
     table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
     if labels and label_column is not None and reads_paths(label_column):
-        return _list_by_rule(folder, label_column, classes, several, person)
+        return _list_by_rule(folder, label_column, classes, several, person, on_error)
     if labels and label_column is not None and table is None:
         how = f"a table {TABLES[0]} in that folder, or folder:K, regex:(…) or dicom:KEYWORD"
         raise DataError(f"label_column={label_column!r} (--label-column): {folder} has no columns; it needs {how}")
@@ -59,8 +59,8 @@ def list_folder(
         columns = split_columns(label_column or LABEL_COLUMN) if labels else []
         return _list_with_table(table, columns, classes, several, person, on_error)
     if not labels:
-        return _list_unlabelled(folder, person)
-    return _list_classes(folder, classes, person)
+        return _list_unlabelled(folder, person, on_error)
+    return _list_classes(folder, classes, person, on_error)
 
 
 def folder_name(name: str) -> str:
@@ -86,7 +86,7 @@ def _escape(letter: str) -> str:
     return quote(letter, safe="") if quote(letter, safe="") != letter else f"%{ord(letter):02X}"
 
 
-def _list_classes(folder: Path, declared: Sequence[str] | None, person: str | None) -> Listing:
+def _list_classes(folder: Path, declared: Sequence[str] | None, person: str | None, on_error: OnError) -> Listing:
     files, folders, others = _entries(folder)
     if not files and not folders and not others:
         raise DataError(f"{folder} is empty; expected one sub-folder of images for each class")
@@ -108,10 +108,12 @@ def _list_classes(folder: Path, declared: Sequence[str] | None, person: str | No
         names += [name] * len(found)
     if not paths:
         raise DataError(f"{folder} holds no images, only empty folders{_name_others(folder, others)}")
-    encoded, classes = encode_labels(names, classes)
     items = _items(folder, paths)
-    persons = None if person is None else _read_rule(items, person, classes=True)
-    return Listing(items, len(items), encoded, classes, persons=persons, others=_relative(folder, others))
+    kept, persons, skipped = _apply(items, person, on_error, classes=True)
+    encoded, classes = encode_labels([names[index] for index in kept], classes)
+    items = [items[index] for index in kept]
+    beside = _relative(folder, others)
+    return Listing(items, len(items), encoded, classes, skipped=skipped, persons=persons, others=beside)
 
 
 def _advise_on_one_class(folder: Path, child: Path) -> str:
@@ -124,47 +126,78 @@ def _advise_on_one_class(folder: Path, child: Path) -> str:
 
 
 def _list_by_rule(
-    folder: Path, rule: str, classes: Sequence[str] | None, several: SeveralLabels, person: str | None
+    folder: Path,
+    rule: str,
+    classes: Sequence[str] | None,
+    several: SeveralLabels,
+    person: str | None,
+    on_error: OnError,
 ) -> Listing:
     """List the images with labels from their paths or DICOM headers. Such labels do not define the classes."""
-    listing = _list_unlabelled(folder, person)
-    items = list(listing.items)
-    values = _read_rule(items, rule, classes=False, what="label")
-    encoded, known = encode_labels(one_label_each(values, classes, several, str(folder)), classes, str(folder))
-    return Listing(items, len(items), encoded, known, persons=listing.persons, others=listing.others)
+    listing = _list_unlabelled(folder, person, on_error)
+    items, persons = list(listing.items), listing.persons
+    kept, values, skipped = _apply(items, rule, on_error, classes=False, what="label")
+    labels = one_label_each(values or [], classes, several, str(folder))
+    encoded, known = encode_labels(labels, classes, str(folder))
+    return Listing(
+        [items[index] for index in kept],
+        len(kept),
+        encoded,
+        known,
+        skipped=[*listing.skipped, *skipped],
+        persons=None if persons is None else [persons[index] for index in kept],
+        others=listing.others,
+    )
 
 
 def _items(folder: Path, paths: list[Path]) -> list[Item]:
     return [file_item(path, path.relative_to(folder).as_posix()) for path in paths]
 
 
-def _read_rule(items: list[Item], rule: str, *, classes: bool, what: str = "person") -> list[str]:
-    """Read the person or label of each file from its path, or from its DICOM header."""
+def _apply(
+    items: list[Item], rule: str | None, on_error: OnError, *, classes: bool, what: str = "person"
+) -> tuple[list[int], list[str] | None, list[str]]:
+    """Read the person or label of each file. Return the indices of files that have one, the values, and other files.
+
+    A file without a value is an error, or is left out with `on_error="skip"`: it cannot be protected with its person.
+    """
+    if rule is None:
+        return list(range(len(items))), None, []
     if not rule.startswith(DICOM):
-        return persons_of_paths([item.name for item in items], rule, classes=classes, what=what)
+        names = [item.name for item in items]
+        return list(range(len(items))), persons_of_paths(names, rule, classes=classes, what=what), []
     keyword = rule.removeprefix(DICOM)
 
-    def read(item: Item) -> str:
+    def read(item: Item) -> str | DataError:
         try:
             with item.open() as file:
                 return dicom_value(file, keyword)
         except DataError as error:
-            raise DataError(f"{item.name} {error}") from error
+            return DataError(f"{item.name} {error}")
         except DECODING_ERRORS as error:
-            raise DataError(f"{item.name} cannot be read as DICOM: {reason(error)}") from error
+            return DataError(f"{item.name} cannot be read as DICOM: {reason(error)}")
 
-    with closing(map_in_order(read, items)) as values:
-        return list(values)
+    with closing(map_in_order(read, items)) as results:
+        values = list(results)
+    failed = next((value for value in values if isinstance(value, DataError)), None)
+    if failed is not None and on_error == "raise":
+        raise failed
+    kept = [index for index, value in enumerate(values) if isinstance(value, str)]
+    if not kept:
+        raise DataError(f"no file has the DICOM element {keyword}")
+    skipped = [items[index].name for index in sorted(set(range(len(items))) - set(kept))]
+    return kept, [value for value in values if isinstance(value, str)], skipped
 
 
-def _list_unlabelled(folder: Path, person: str | None) -> Listing:
+def _list_unlabelled(folder: Path, person: str | None, on_error: OnError) -> Listing:
     others: list[Path] = []
     items = _items(folder, list(_walk(folder, set(), others)))
     others = [path for path in others if path.name not in TABLES]
     if not items:
         raise DataError(f"{folder} holds no images{_name_others(folder, others)}")
-    persons = None if person is None else _read_rule(items, person, classes=False)
-    return Listing(items, len(items), persons=persons, others=_relative(folder, others))
+    kept, persons, skipped = _apply(items, person, on_error, classes=False)
+    items = [items[index] for index in kept]
+    return Listing(items, len(items), skipped=skipped, persons=persons, others=_relative(folder, others))
 
 
 def _list_with_table(
@@ -191,7 +224,7 @@ def _list_with_table(
     skipped, beside = [*missing, *unlisted], _relative(folder, [path for path in others if path != table])
     persons = [row[column] for row in listed.values()] if column else None
     if person is not None and persons is None:
-        persons = _read_rule(items, person, classes=False)
+        persons = _apply(items, person, "raise", classes=False)[1]
     if not columns:
         return Listing(items, len(items), skipped=skipped, persons=persons, others=beside)
     cells = [[row[name.lower()] for name in columns] for row in listed.values()]

@@ -30,6 +30,7 @@ from sfumato.data.decode import (
     count_frames,
     decode,
     decode_item,
+    report_left_out,
 )
 from sfumato.data.errors import UNLABELLED_HINT, DataError, DataWarning, first_few
 from sfumato.data.folders import list_folder
@@ -157,6 +158,7 @@ def read_outline(
         shape, counts = convert_images(found.subset([0]), size=size, mode=mode).shape, torch.ones(len(found)).long()
         persons = found.persons
     else:
+        report_left_out(found.others, found.skipped)
         items = iter(found.items)
         shape = (3 if mode == "rgb" else 1, size, size) if size and mode else _first_shape(items, conversion, on_error)
         known = found.items if isinstance(found.items, list) else [None] * found.count

@@ -313,7 +313,7 @@ class Synthesizer(ABC):
             wanted = self._labels(n, labels)
             generator = torch.Generator(device=self.torch_device).manual_seed(seed)
             batches = torch.split(wanted, self.sample_batch)
-            parts = []
+            parts: list[torch.Tensor] = []
             with bar("drawing images") as advance:
                 for part in batches:
                     parts.append(to_bytes(self._sample(part.to(self.torch_device), generator)).cpu())
@@ -408,9 +408,8 @@ class Synthesizer(ABC):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(words[name])))}, got {value!r}")
             check_like(name, value, each.default, zero=name in self.may_be_zero)
         if self.preset not in (AUTO, NO_PRESET, *self.presets):
-            raise ValueError(
-                f"preset must be one of {', '.join((AUTO, NO_PRESET, *self.presets))}, got {self.preset!r}"
-            )
+            known = ", ".join((AUTO, NO_PRESET, *self.presets))
+            raise ValueError(f"preset must be one of {known}, got {self.preset!r}")
         chosen_device(self.device)
         return self
 

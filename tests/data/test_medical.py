@@ -92,6 +92,15 @@ def test_labels_and_persons_from_the_header(tmp_path):
     assert got.labels.tolist() == [1, 0, 1]
     with pytest.raises(DataError, match=r"0\.dcm has no DICOM element Nonsense"):
         load_images(tmp_path, labels=False, person="dicom:Nonsense")
+    write_dicom(tmp_path / "anonymous.dcm", np.arange(4).reshape(2, 2), PatientID="", BodyPartExamined="HEAD")
+    options = {"label_column": "dicom:BodyPartExamined", "classes": ["CHEST", "HEAD"], "person": "dicom:PatientID"}
+    with pytest.raises(DataError, match=r"anonymous\.dcm has no DICOM element PatientID"):
+        load_images(tmp_path, **options)
+    with (
+        pytest.warns(DataWarning, match=r"skipped 1 unreadable: anonymous\.dcm"),
+        pytest.raises(DataError, match="a single person"),
+    ):
+        load_images(tmp_path, on_error="skip", **options)
 
 
 @pytest.mark.filterwarnings("ignore:Expected implicit VR")

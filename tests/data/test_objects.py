@@ -8,7 +8,16 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from sfumato.data import DataError, ImageSet, decode, load_images, read_outline, save_images, to_hugging_face
+from sfumato.data import (
+    DataError,
+    DataWarning,
+    ImageSet,
+    decode,
+    load_images,
+    read_outline,
+    save_images,
+    to_hugging_face,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 100:sfumato.data.DataWarning")
 
@@ -109,6 +118,12 @@ def test_public_facts_decode_nothing_that_is_not_needed(class_folder, monkeypatc
     opened.clear()
     assert read_outline(class_folder).public(declare_size=True).sizes == (2.0, 2.0)
     assert opened == ["a/0.png"]
+
+
+def test_public_facts_report_what_was_left_out(class_folder):
+    (class_folder / "notes.txt").write_text("x")
+    with pytest.warns(DataWarning, match=r"1 in all: \.txt \(1\)"):
+        read_outline(class_folder)
 
 
 def test_public_facts_of_arrays(tmp_path, digits):
