@@ -258,7 +258,6 @@ def synth(
         raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
     with _resumable(target):
-        write_config(ctx, target.resolve().with_name(f"{target.resolve().name}.toml"), method=model.key)
         images = source.load()
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
         real = None if reference is None else read_like(reference, images, "train", source.on_error)
@@ -275,6 +274,7 @@ def synth(
             max_per_person=source.max_per_person,
             **vars(run),
         )
+    write_config(ctx, target.resolve().with_name(f"{target.resolve().name}.toml"), method=model.key)
     console.print_json(result.to_dict()) if as_json else console.print_synthesis(result)
 
 

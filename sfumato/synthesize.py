@@ -13,6 +13,7 @@ from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
+from sfumato.data.errors import first_few
 from sfumato.data.storage import available_memory
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
 from sfumato.evaluate.meanings import chance_level
@@ -92,10 +93,13 @@ def check_sources(private: str, split: str, test: str) -> None:
 
 def check_disjoint(private: ImageSet, test: ImageSet) -> None:
     """Raise `DataError` if the test images contain a private image."""
-    if test.shape == private.shape and shared_images(private, test):
+    shared = shared_images(private, test)
+    if shared:
+        where = first_few([str(index) for index in shared], limit=5)
         raise DataError(
-            "the test images contain a private image, so results on them would disclose private information. "
-            "Give public test images that are not in the private set (another folder or split)"
+            f"the test images contain a private image: {len(shared)} of {len(test)} are also in the private set "
+            f"(numbers {where}, from 0), so results on them would disclose private information. Give other test "
+            "images, or remove these from the private set or from the test images"
         )
 
 

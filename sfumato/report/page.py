@@ -23,6 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from sfumato.certificate import Certificate, Verification, verify
+from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError, ImageSet, load_images
 from sfumato.data.atomic import replacing
 from sfumato.data.decode import to_pil_image
@@ -102,6 +103,9 @@ def _environment() -> Environment:
     )
     environment.filters["number"] = lambda value: f"{value:.4g}"
     environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
+    environment.filters["up"] = lambda value: f"{rounded_up(value, 4):,g}"  # what is promised is never understated
+    environment.filters["up_percent"] = lambda value: f"{math.ceil(1000 * value - 1e-9) / 10:.1f} %"
+    environment.filters["one_in"] = lambda value: f"1 in {1 / value:,.0f}"
     return environment
 
 

@@ -153,7 +153,8 @@ def test_the_report_says_what_the_figures_mean(shared: Path) -> None:
     assert f"{metrics['utility']['small_cnn']['mean']:.1f} %" in page
     assert f"{metrics['chance']['accuracy']:.1f} %" in page
     assert f"{metrics['reference']['utility']['small_cnn']['mean']:.1f} %" in page
-    assert f"{100 * attack_success(epsilon_curve(stated)):.1f} %" in page
+    assert f"{math.ceil(1000 * attack_success(epsilon_curve(stated))) / 10:.1f} %" in page
+    assert "hardly any protection" in page  # epsilon 500
     for text in ("Not protected", "Taken as public", "counts", "embedding", "Confusion matrix", "a clinic"):
         assert text in page
 
@@ -212,6 +213,13 @@ def test_damaged_runs_give_an_error(shared: Path, tmp_path: Path, name: str, con
     (tmp_path / "copy" / name).write_text(content)
     with pytest.raises(DataError, match=r"cannot be shown|unknown form"):
         render([read_run(tmp_path / "copy")])
+
+
+def test_promises_are_rounded_up() -> None:
+    stated = certificate(Release("a", 1, 1.0, 3.0))
+    page = render([ReportRun("x", replace(stated, epsilon=1.27101))])
+    assert "ε = 1.272," in page
+    assert "1 in 100,000" in page
 
 
 def test_a_run_without_guarantee_says_so() -> None:
