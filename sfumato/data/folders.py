@@ -310,12 +310,14 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         children = sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {reason(error)}") from error
-    hidden = [child for child in children if child.name[0] == "." or child.name.lower() in SYSTEM_FILES]
-    children = [child for child in children if child not in set(hidden)]
-    folders = [child for child in children if child.is_dir()]
-    files = [child for child in children if child not in set(folders)]
-    images = [child for child in files if is_image_file(child)]
-    return images, folders, [*hidden, *(child for child in files if child not in set(images))]
+    images: list[Path] = []
+    folders: list[Path] = []
+    others: list[Path] = []
+    for child in children:
+        hidden = child.name[0] == "." or child.name.lower() in SYSTEM_FILES
+        kind = others if hidden else folders if child.is_dir() else images if is_image_file(child) else others
+        kind.append(child)
+    return images, folders, others
 
 
 def _name_others(folder: Path, others: list[Path]) -> str:

@@ -155,7 +155,7 @@ def test_the_report_says_what_the_figures_mean(shared: Path) -> None:
     assert f"{metrics['reference']['utility']['small_cnn']['mean']:.1f} %" in page
     assert f"{math.ceil(1000 * attack_success(epsilon_curve(stated))) / 10:.1f} %" in page
     assert "hardly any protection" in page  # epsilon 500
-    for text in ("Not protected", "Taken as public", "counts", "embedding", "Confusion matrix", "a clinic"):
+    for text in ("this report included", "Not protected", "Taken as public", "counts", "embedding", "Confusion matrix", "a clinic"):
         assert text in page
 
 
@@ -199,6 +199,7 @@ def test_a_run_that_was_changed_is_named(shared: Path, tmp_path: Path) -> None:
     assert found.verification is not None
     assert not found.verification.ok
     page = write_report([found], tmp_path / "r.html").read_text()
+    assert "this report included" not in page  # no certificate covers a page that was made later
     assert "The certificate does not hold." in page
     with pytest.raises(DataError, match="exists already"):
         write_report([found], tmp_path / "r.html")
