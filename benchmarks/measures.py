@@ -19,7 +19,8 @@ import torch
 
 from sfumato.data import ImageSet
 from sfumato.evaluate import ANNEALED, Recipe, detect_each, downstream_accuracy, fidelity
-from sfumato.methods.base import Synthesizer, chosen_device
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.parameters import chosen_device
 
 DISTANCES = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
 MIRRORED = ("fashion-mnist", "cifar10", "celeba")  # data sets whose classes do not change in a mirror

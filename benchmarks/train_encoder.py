@@ -18,7 +18,7 @@ from benchmarks.store import append
 from sfumato.evaluate.utility import aligned
 from sfumato.features import save_perceptual
 from sfumato.features.train_encoder import train_encoder
-from sfumato.methods.base import chosen_device
+from sfumato.methods.parameters import chosen_device
 
 TINY = ("tiny_imagenet32_train", "Tiny-ImageNet at 32 pixels")
 ENCODERS = {  # data, its title, network, epochs

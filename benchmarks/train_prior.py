@@ -21,7 +21,7 @@ import sfumato as sf
 from benchmarks.runner import about_run, timed
 from benchmarks.store import append
 from sfumato.data import ImageSet
-from sfumato.methods.base import chosen_device
+from sfumato.methods.parameters import chosen_device
 from sfumato.priors import load_prior, train_prior
 from sfumato.priors.denoising import PriorTraining
 from sfumato.priors.random_process import random_process

@@ -1,20 +1,23 @@
 """Warn about settings that give a formally valid but weak guarantee, before any privacy budget is spent.
 
-The warnings depend only on public facts and the budget, never on images or on sizes that were not declared public.
+The warnings of `warnings_for` depend only on public facts and the budget, never on images or on sizes that were not
+declared public. Those of `private_warnings_for` are for the owner's terminal only.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
-from sfumato.data import PublicFacts
+from sfumato.data import ImageSet, PublicFacts
 from sfumato.data.errors import first_few
 from sfumato.privacy.budget import Budget
 
 MAX_EPSILON = 20
 MAX_DELTA = 1e-3
 MIN_UNITS, MIN_UNITS_PER_CLASS = 100, 20
+MIN_UNITS_TIMES_EPSILON = 100  # units of a class times epsilon; digits at epsilon 1 have about 140, and are readable
 MAX_CLASSES = 100
 MIN_PATTERN_CLASSES = 5  # fewer class names are not a pattern
 
@@ -65,6 +68,21 @@ def warnings_for(public: PublicFacts, budget: Budget) -> list[str]:
         *_size_warnings(public),
         *_class_name_warnings(public.classes, public.sizes is None),
     ]
+
+
+def private_warnings_for(images: ImageSet, epsilon: float, delta: float) -> list[str]:
+    """Return warnings that depend on the private number of units: for the owner's terminal, never to be stored."""
+    public = images.public(declare_size=True)
+    sizes = public.sizes or ()
+    units, unit, found = sum(sizes), public.unit, []
+    if delta * units > 1 and delta < MAX_DELTA:  # a larger one is reported for every set
+        found.append(f"delta {delta:g} is above 1 / number of {unit}s of this set; choose {0.01 / units:.0e} or less")
+    if math.isfinite(epsilon) and units >= MIN_UNITS and min(sizes) * epsilon < MIN_UNITS_TIMES_EPSILON:
+        found.append(
+            f"few {unit}s for epsilon {epsilon:g}: the smallest class will hardly show through the noise; "
+            f"collect more, merge classes, or choose a larger epsilon"
+        )
+    return found
 
 
 def _budget_warnings(public: PublicFacts, budget: Budget) -> list[str]:

@@ -1,4 +1,7 @@
-"""Options of the command line: their help texts, groups that several commands share, and the values they parse to."""
+"""Options of the command line: their help texts, groups that several commands share, and the values they parse to.
+
+This module and those of the commands import PyTorch only inside functions, so that a usage error is printed at once.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,13 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-import sfumato as sf
-from sfumato.console import print_warnings
-from sfumato.data import DataWarning
-from sfumato.methods.base import Synthesizer
-from sfumato.methods.registry import DEFAULT
-from sfumato.privacy.vault import MAX_PER_PERSON
-from sfumato.progress import bar
+if TYPE_CHECKING:
+    from sfumato.data import ImageSet
+    from sfumato.methods.base import Synthesizer
 
 IMAGES = "Images"
 METHOD = "Method and privacy"
@@ -96,29 +95,66 @@ class DataOptions:
         str | None,
         typer.Option(
             help="Protect persons instead of single images. Read the person of an image from this column, or from its "
-            "path: folder, folder:K or regex:(…).",
+            "file: folder, folder:K, regex:(…), file or dicom:PatientID.",
             rich_help_panel=IMAGES,
         ),
     ] = None
     max_per_person: Annotated[
-        int,
+        int, typer.Option(min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES)
+    ] = 1000
+    label_column: Annotated[
+        str | None,
         typer.Option(
-            "--max-per-person", min=1, help="Use at most this many images of a person.", rich_help_panel=IMAGES
+            help="Read labels from this column (or several: a,b), or from the file: folder:K, regex:(…) or "
+            "dicom:KEYWORD.",
+            show_default="label, or the class folders",
+            rich_help_panel=IMAGES,
         ),
-    ] = MAX_PER_PERSON
+    ] = None
+    several: Annotated[
+        str,
+        typer.Option(
+            help="Give an image with several labels (a|b) the class of its combination (combine), or the first of "
+            "--classes among them (first).",
+            rich_help_panel=IMAGES,
+        ),
+    ] = "combine"
+    frames: Annotated[
+        str | None,
+        typer.Option(
+            help="Read the first, middle or all images of TIFF, DICOM and NIfTI files that hold several.",
+            show_default="refuse such files",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
+    value_range: Annotated[
+        str | None,
+        typer.Option(
+            "--range",
+            metavar="LOW,HIGH",
+            help="Declare which values become black and white in images of more than 8 bits.",
+            show_default="full range, or the window in the file",
+            rich_help_panel=IMAGES,
+        ),
+    ] = None
 
-    def load(self) -> sf.ImageSet:
+    def load(self) -> ImageSet:
         """Read the images."""
-        return read_images(
-            self.data,
-            size=self.size,
-            mode=self.mode,
-            split=self.split,
-            unlabelled=self.unlabelled,
-            classes=self.classes,
-            on_error=self.on_error,
-            person=self.person,
-        )
+        return read_images(self.data, **self._reading())
+
+    def outline(self) -> ImageSet:
+        """Read everything but the pixels, which are blank. At most one image is decoded."""
+        from sfumato.console import print_warnings
+        from sfumato.data import DataWarning, read_outline
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DataWarning)
+            images = read_outline(self.data, **load_options(**self._reading()))
+        print_warnings(caught)
+        return images
+
+    def _reading(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +169,7 @@ class MethodOptions:
             help="Choose a method (sfumato methods). auto chooses one for this machine.",
             rich_help_panel=METHOD,
         ),
-    ] = DEFAULT
+    ] = "auto"
     prior: Annotated[
         str | None,
         typer.Option(
@@ -185,12 +221,14 @@ class MethodOptions:
 
     def create(self) -> Synthesizer:
         """Create the method with the parameters that were given."""
+        from sfumato.methods.registry import create
+
         names = ("prior", "epsilon", "delta", "adjacency", "seed", "device")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         params = parse_assignments(self.params)
         if twice := sorted(given.keys() & params.keys()):
             raise typer.BadParameter(f"--{twice[0]} and --set {twice[0]}=… were both given; pass only one of them")
-        return sf.create(self.method, **given, **params)
+        return create(self.method, **given, **params)
 
 
 @dataclass(frozen=True)
@@ -265,36 +303,47 @@ def parse_classes(text: str) -> int | list[str]:
     return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
 
 
-def read_images(
-    source: str,
+def parse_range(text: str) -> tuple[float, float]:
+    """Parse the value of --range: two numbers separated by a comma."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--range takes LOW,HIGH, got {text!r}") from None
+    return low, high
+
+
+def load_options(
     *,
-    size: int | None = None,
-    mode: str | None = None,
-    split: str = "train",
     unlabelled: bool = False,
     classes: str | Sequence[str] | None = None,
-    on_error: str = "raise",
-    person: str | None = None,
-) -> sf.ImageSet:
-    """Read images with a progress bar, and print warnings. See `load_images` for the parameters."""
+    several: str = "combine",
+    value_range: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the arguments of `load_images` for options of the command line."""
+    return {
+        **options,
+        "labels": not unlabelled,
+        "classes": parse_classes(classes) if isinstance(classes, str) else classes,
+        "several_labels": several,
+        "value_range": None if value_range is None else parse_range(value_range),
+    }
+
+
+def read_images(source: str, **options: Any) -> ImageSet:
+    """Read images with a progress bar, and print warnings. See `load_options` and `load_images` for the options."""
+    from sfumato.console import print_warnings
+    from sfumato.data import DataWarning, load_images
+    from sfumato.progress import bar
+
     with bar("reading images") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
-        images = sf.load_images(
-            source,
-            size=size,
-            mode=cast(Literal["grey", "rgb"] | None, mode),
-            split=cast(Literal["train", "test"], split),
-            labels=not unlabelled,
-            classes=parse_classes(classes) if isinstance(classes, str) else classes,
-            person=person,
-            on_error=cast(Literal["raise", "skip"], on_error),
-            progress=advance,
-        )
+        images = load_images(source, **load_options(**options), progress=advance)
     print_warnings(caught)
     return images
 
 
-def read_like(source: str, images: sf.ImageSet, split: str, on_error: str = "raise") -> sf.ImageSet:
+def read_like(source: str, images: ImageSet, split: str, on_error: str = "raise") -> ImageSet:
     """Read images with the shape and the classes of other images."""
     size, mode = size_and_mode(images.shape)
     classes = images.classes if images.labelled else None
@@ -304,10 +353,10 @@ def read_like(source: str, images: sf.ImageSet, split: str, on_error: str = "rai
     )
 
 
-def read_synthetic(source: str, unlabelled: bool, classes: str | None) -> sf.ImageSet:
+def read_synthetic(source: str, **options: Any) -> ImageSet:
     """Read a synthetic set. In a folder that `synth` wrote, read images.npz."""
     archive = Path(source) / "images.npz"
-    return read_images(str(archive) if archive.exists() else source, unlabelled=unlabelled, classes=classes)
+    return read_images(str(archive) if archive.exists() else source, **options)
 
 
 def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:

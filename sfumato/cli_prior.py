@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,19 +9,18 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from sfumato import console
 from sfumato.cli_options import Classes, Device, Json, OnError, Unlabelled, read_images
-from sfumato.methods.base import chosen_device
-from sfumato.priors import list_priors, load_prior, train_prior
-from sfumato.priors.denoising import PICTURE, PriorTraining
 
+STEPS, BATCH_SIZE, WIDTH, LEVELS = 20_000, 256, 128, 4  # of `PriorTraining`, which is not imported for a usage error
 prior_app = typer.Typer(help="List priors, or train one on public images.", no_args_is_help=True)
-DEFAULTS = PriorTraining()
 
 
 @prior_app.command("list")
 def prior_list(as_json: Json = False) -> None:
     """List the priors that are part of the package."""
+    from sfumato import console
+    from sfumato.priors import list_priors
+
     cards = list_priors()
     if as_json:
         return console.print_json([vars(card) for card in cards])
@@ -61,11 +59,11 @@ def prior_train(
             help="Continue the training of this prior, by name or path, with its encoder.", show_default="none"
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps.")] = DEFAULTS.steps,
-    batch_size: Annotated[int, typer.Option(min=1, help="Use this many images in a step.")] = DEFAULTS.batch_size,
+    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps.")] = STEPS,
+    batch_size: Annotated[int, typer.Option(min=1, help="Use this many images in a step.")] = BATCH_SIZE,
     width: Annotated[
         int, typer.Option(min=8, help="Set the channels of the network at full resolution, a multiple of 8.")
-    ] = DEFAULTS.widths[0],
+    ] = WIDTH,
     flip: Annotated[bool, typer.Option("--flip", help="Mirror images at random; not for text.")] = False,
     unlabelled: Unlabelled = False,
     classes: Classes = None,
@@ -80,15 +78,19 @@ def prior_train(
     """Train a prior on public images. Certificates will state what it was trained on."""
     if width % 8:
         raise typer.BadParameter(f"--width must be a multiple of 8, got {width}")
-    began = load_prior(start) if start else None
-    shape: dict[str, Any] = {"widths": (width, *[2 * width] * (len(DEFAULTS.widths) - 1))}
+    from sfumato import console, priors
+    from sfumato.methods.parameters import chosen_device
+    from sfumato.priors.denoising import PICTURE, PriorTraining
+
+    began = priors.load_prior(start) if start else None
+    shape: dict[str, Any] = {"widths": (width, *[2 * width] * (LEVELS - 1))}
     if began is not None:
         card, encoder = began.card, encoder or began.card.encoder
         shape = {"widths": tuple(card.widths), "context": card.context, "attention": card.attention}
     images = read_images(data, size=size, mode=mode, unlabelled=unlabelled, classes=classes, on_error=on_error)
-    settings = replace(DEFAULTS, steps=steps, batch_size=batch_size, flip=flip, **shape)
+    settings = PriorTraining(steps=steps, batch_size=batch_size, flip=flip, **shape)
     try:
-        prior = train_prior(
+        prior = priors.train_prior(
             images,
             target,
             name=name or target.resolve().name,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import shutil
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,11 +22,13 @@ from sfumato.certificate import Verification
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import NamedSet, PublicFacts
 from sfumato.evaluate import Detection, summary
-from sfumato.methods.base import Setting
+from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
+from sfumato.methods.parameters import Setting
 from sfumato.methods.registry import MethodInfo
 from sfumato.privacy.accounting import Plan
 from sfumato.synthesize import Synthesis
 
+CHANCE = "chance level of accuracy"
 out = Console()
 err = Console(stderr=True)
 
@@ -32,6 +38,17 @@ SIGNATURES = {  # that name no signer, as people read them
     "by another key": "signed by another key",
     "not checked": "signed, but not checked",
 }
+
+
+def program() -> str:
+    """Return the command as this shell finds it: `sfumato`, or the path of the program where it is not on the PATH."""
+    return "sfumato" if shutil.which("sfumato") else escape(f"{Path(sys.executable).parent / 'sfumato'}")
+
+
+def peak_memory() -> float:
+    """Return the largest memory of this process so far, in GiB."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def sanitize(text: str) -> str:
@@ -71,19 +88,32 @@ def print_methods(infos: Sequence[MethodInfo]) -> None:
     out.print(table)
 
 
+def print_parameters(key: str, found: Sequence[dict[str, Any]]) -> None:
+    """Print the parameters of a method."""
+    table = Table(Column("parameter", no_wrap=True), "default", "what it does", title=key, box=None, pad_edge=False)
+    for each in found:
+        table.add_row(each["name"], escape(str(each["default"])), escape(each["what"]))
+    out.print(table)
+    out.print("set them with: --set NAME=VALUE")
+
+
 def print_plan(planned: Plan, method: str, public: PublicFacts, settings: Sequence[Setting]) -> None:
     """Print the public facts, the releases, the settings of the method and the total epsilon."""
     channels, height, width = public.shape
     classes = ", ".join(public.classes[:10]) + (", …" if len(public.classes) > 10 else "")
     labelled = f"{len(public.classes)} classes ({classes})" if public.labelled else "no classes"
     colour = "grey" if channels == 1 else "RGB"
-    out.print(f"{method} on {height}×{width} {colour} images, {sanitize(labelled)}", soft_wrap=True)
+    start = next((f", prior {each.value}" for each in settings if each.name == "prior" and each.value), "")
+    text = f"{method}{start} on {height}×{width} {colour} images, {labelled}, unit: one {public.unit}"
+    out.print(sanitize(text), soft_wrap=True)
     table = Table("release", "times", "sampling", "noise multiplier", title="planned releases (nothing is spent yet)")
     for release in planned.releases:
         table.add_row(release.name, str(release.times), f"{release.sampling_prob:g}", f"{release.noise:.4f}")
     out.print(table)
     out.print(_settings_table(settings))
     budget = planned.budget
+    if public.sizes is not None:
+        out.print(f"declared public: {sum(public.sizes):g} {public.unit}s in all")
     total = f"epsilon {planned.epsilon:.4f} of {budget.epsilon:g} at delta {budget.delta:g}, {budget.adjacency}"
     out.print(f"{total}, for one {budget.unit}")
 
@@ -156,21 +186,43 @@ def print_synthesis(result: Synthesis) -> None:
     folder = escape(str(result.folder))
     out.print(format_guarantee(result.certificate), soft_wrap=True)
     if result.accuracy is not None:
-        out.print(f"accuracy of a small CNN trained on the synthetic images: {result.accuracy} on the test images")
-    out.print(f"preview      {folder}/samples.png", soft_wrap=True)
+        chance = chance_level(result.accuracy.confusion)
+        word = judge_accuracy(result.accuracy.mean, chance)
+        text = f"accuracy of a small CNN trained on the synthetic images: {result.accuracy} on the test images"
+        out.print(f"{text} (chance {chance:.1f} %: {word})", soft_wrap=True)
+    out.print(f"report       {folder}/report.html", soft_wrap=True)
     out.print(f"images       {folder}/images/ and {folder}/images.npz ({result.number} images)", soft_wrap=True)
     if result.soft_labels:
         out.print("             soft labels are in images.npz only, because PNG files cannot hold them")
-    out.print(f"certificate  check it with: sfumato verify {folder}/certificate.json", soft_wrap=True)
+    out.print(f"certificate  check it with: {program()} verify {folder}/certificate.json", soft_wrap=True)
+    minutes = f"{result.seconds / 60:.1f} minutes, up to {peak_memory():.1f} GiB of memory"
+    out.print(f"this run     {minutes} (not in the report: both depend on the number of images)", soft_wrap=True)
 
 
 def print_comparison(found: dict[str, dict[str, Any]]) -> None:
     """Print the measures of several sets, one row for each measure and one column for each set."""
     columns = {name: summary(metrics) for name, metrics in found.items()}
-    table = Table("", *(escape(name) for name in columns))
+    for name, metrics in found.items():
+        if (chance := chance_of(metrics)) is not None:
+            columns[name][CHANCE] = f"{chance:.1f}"
+    table = Table("", *(escape(name) for name in columns), "good")
     for measure in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(measure, *(column.get(measure, "") for column in columns.values()))
+        good = "" if measure == CHANCE else meaning_of(measure).good
+        table.add_row(measure, *(column.get(measure, "") for column in columns.values()), good)
     out.print(table)
+
+
+def print_sweep(results: dict[str, Any], folder: Path) -> None:
+    """Print the results of a comparison of methods."""
+    table = Table("method", "epsilon", "accuracy in %", "seeds")
+    for row in results["rows"]:
+        spread = "" if row["sd"] is None else f" ± {row['sd']:.1f}"
+        accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.1f}{spread}"
+        table.add_row(row["method"], f"{row['epsilon']:g}", accuracy, str(row["seeds"]))
+    out.print(table)
+    if results["missing"]:
+        out.print(f"{results['missing']} runs are missing; start the same command again to make them")
+    out.print(f"report, plot and table: {escape(str(folder))}/report.html, plot.svg, results.md", soft_wrap=True)
 
 
 def print_detections(found: dict[str, Detection], false_alarms: float) -> None:
@@ -199,6 +251,15 @@ def print_named_sets(infos: Sequence[NamedSet], *, as_json: bool) -> None:
         path = escape(str(info.found)) if info.found else "not on this machine"
         table.add_row(info.name, info.description, info.licence, path)
     out.print(table)
+
+
+def print_doctor(found: dict[str, Any]) -> None:
+    """Print what a machine can do, one block for each part."""
+    for title, content in found.items():
+        out.print(f"[bold]{title}[/bold]")
+        lines = content.items() if isinstance(content, dict) else [("", ", ".join(content) or "none")]
+        for name, text in lines:
+            out.print(f"  {name:<30} {sanitize(str(text))}" if name else f"  {sanitize(str(text))}", soft_wrap=True)
 
 
 def print_warnings(messages: Sequence[str | warnings.WarningMessage]) -> None:

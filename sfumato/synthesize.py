@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import secrets
+import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +14,24 @@ from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
+from sfumato.data.errors import first_few
+from sfumato.data.storage import available_memory
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
+from sfumato.evaluate.meanings import chance_level
 from sfumato.evaluate.utility import Recipe
-from sfumato.methods.base import Synthesizer, started
+from sfumato.methods.base import Synthesizer
+from sfumato.methods.parameters import started
 from sfumato.methods.registry import load
 from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.vault import MAX_PER_PERSON
+from sfumato.report import ReportRun, write_report
+from sfumato.report.card import write_card
 
 DEFAULT_IMAGES = 10_000  # of `synthesize`
 DEFAULT_SAMPLES = 1000  # of `sample_to_file`
 CONDENSED_RECIPE = Recipe(300, condensed=True)  # for methods that create few images per class
+BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
+RUN_BYTES = 64 << 20  # of model, checkpoint and log
 FILE_SUFFIXES = (".npz", ".parquet")
 
 
@@ -32,6 +44,7 @@ class Synthesis:
     - certificate: certificate of the folder.
     - accuracy: accuracy of a small CNN on the test images, or None without test images.
     - soft_labels: whether `images.npz` contains soft labels.
+    - seconds: time that it took; private, because it depends on the number of images.
     """
 
     folder: Path
@@ -39,6 +52,7 @@ class Synthesis:
     certificate: Certificate
     accuracy: Accuracy | None
     soft_labels: bool = False
+    seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result, ready for JSON."""
@@ -49,6 +63,8 @@ class Synthesis:
             "epsilon": self.certificate.epsilon,
             "delta": self.certificate.delta,
             "accuracy": None if self.accuracy is None else self.accuracy.mean,
+            "chance": None if self.accuracy is None else chance_level(self.accuracy.confusion),
+            "report": str(self.folder / "report.html"),
         }
 
 
@@ -79,11 +95,36 @@ def check_sources(private: str, split: str, test: str) -> None:
 
 def check_disjoint(private: ImageSet, test: ImageSet) -> None:
     """Raise `DataError` if the test images contain a private image."""
-    if test.shape == private.shape and shared_images(private, test):
+    shared = shared_images(private, test)
+    if shared:
+        where = first_few([str(index) for index in shared], limit=5)
         raise DataError(
-            "the test images contain a private image, so results on them would disclose private information. "
-            "Give public test images that are not in the private set (another folder or split)"
+            f"the test images contain a private image: {len(shared)} of {len(test)} are also in the private set "
+            f"(numbers {where}, from 0), so results on them would disclose private information. Give other test "
+            "images, or remove these from the private set or from the test images"
         )
+
+
+def check_memory(number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if so many images do not fit in memory. Called before any privacy budget is spent."""
+    needed = BYTES_PER_PIXEL * number * math.prod(public.shape)
+    if needed > available_memory():
+        limit = available_memory() // (BYTES_PER_PIXEL * math.prod(public.shape))
+        raise DataError(f"{number} images need {needed / 2**30:.1f} GiB of memory; request at most {limit} at a time")
+
+
+def check_disk(folder: Path, number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if a run does not fit on the disk. Called before any privacy budget is spent."""
+    needed = RUN_BYTES + 2 * number * math.prod(public.shape)  # files, and arrays; compression is a reserve
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DataError(f"{folder} needs up to {needed / 2**20:.0f} MiB of disk, and {free / 2**20:.0f} MiB are free")
+
+
+def new_seed() -> int:
+    """Return a new seed of samples, so that they differ from all that were drawn before."""
+    return secrets.randbits(31)
 
 
 def check_signing_key(key: Path | None) -> None:
@@ -102,15 +143,20 @@ def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -
 def _finished_run(folder: Path, model: Synthesizer, public: PublicFacts, budget: str | Path | None) -> Synthesizer:
     """Return the fitted model of a folder. Raise `DataError` if it was made with other settings or another budget."""
     found = load(folder, device=model.device)
-    certificate, wanted = found.certificate_, model.json_settings(public)
-    free = {*model.adjustable, "device"}
-    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
-    if found.key != model.key or other:
-        what = "method" if found.key != model.key else other[0]
-        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
+    certificate = found.certificate_
+    check_settings(certificate, model, public, folder)
     if certificate.account != (None if budget is None else Path(budget).name):
         raise DataError(f"{folder} holds a finished run that was not charged to this budget; choose another folder")
     return found
+
+
+def check_settings(certificate: Certificate, model: Synthesizer, public: PublicFacts, folder: Path) -> None:
+    """Raise `DataError` if a finished run in `folder` was made with other settings."""
+    wanted, free = model.json_settings(public), {*model.adjustable, "device"}
+    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
+    if certificate.method != model.key or other:
+        what = "method" if certificate.method != model.key else other[0]
+        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
 
 
 def synthesize(
@@ -120,6 +166,9 @@ def synthesize(
     *,
     number: int | None = None,
     test: ImageSet | None = None,
+    reference: ImageSet | None = None,
+    show_test: bool = False,
+    licence: str | None = None,
     resume: bool = False,
     budget: str | Path | None = None,
     max_per_person: int = MAX_PER_PERSON,
@@ -127,23 +176,29 @@ def synthesize(
     issuer: str | None = None,
     subject: str | None = None,
 ) -> Synthesis:
-    """Fit `model` on private `images` and write synthetic images, metrics and a certificate to `folder`.
+    """Fit `model` on private `images` and write synthetic images, metrics, report, card and certificate to `folder`.
 
     - number: number of synthetic images; default: 10,000, or all that the method can create.
     - test: real images, which this call declares public, to measure the accuracy on. Test images that contain a
       private image are refused before any privacy budget is spent.
+    - reference: public real images to train the same classifier on, for comparison; refused like `test`.
+    - show_test: show some test images in the report, beside the synthetic ones.
+    - licence: licence of the synthetic images, for the data-set card.
     - resume: continue an interrupted run.
     - budget, max_per_person, sign, issuer, subject: see `Synthesizer.fit`.
     """
-    public = model.public_facts(images)
-    if test is not None:
-        check_comparable(test, public)
-        check_disjoint(images, test)
+    start, public = time.monotonic(), model.public_facts(images)
+    for given in (test, reference):
+        if given is not None:
+            check_comparable(given, public)
+            check_disjoint(images, given)
     max_samples = model.max_samples(public)
     if number is not None and max_samples is not None and number > max_samples:
         raise DataError(
             f"{model.key} creates at most {max_samples} images; request fewer, or increase images_per_class"
         )
+    check_memory(number or max_samples or DEFAULT_IMAGES, public)
+    check_disk(folder, number or max_samples or DEFAULT_IMAGES, public)
     if resume and (folder / "certificate.json").exists():  # the model is fitted; only samples and metrics are missing
         model = _finished_run(folder, model, public, budget)
     else:
@@ -167,13 +222,24 @@ def synthesize(
     if test is not None:
         recipe = Recipe() if max_samples is None else CONDENSED_RECIPE
         accuracy = downstream_accuracy(synthetic, test, recipe=recipe, device=model.torch_device)
-        metrics["utility"] = {"small_cnn": accuracy.to_dict()}
+        metrics = {
+            "utility": {"small_cnn": accuracy.to_dict()},
+            "chance": {"accuracy": chance_level(accuracy.confusion)},
+        }
+    if test is not None and reference is not None:
+        real = downstream_accuracy(reference, test, device=model.torch_device)
+        metrics["reference"] = {"utility": {"small_cnn": real.to_dict()}, "images": len(reference)}
     write_json(folder / "metrics.json", metrics)
+    write_card(folder, model.certificate_, synthetic, metrics, licence)
+    shown = test if show_test else None
+    report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
+    write_report([report], folder / "report.html", overwrite=True)
     certificate = model.certificate_.covering(folder)
     if sign is not None:
         certificate = certificate.signed(sign)
     certificate.save(folder / "certificate.json")
-    return Synthesis(folder, len(synthetic), certificate, accuracy, synthetic.soft_labels is not None)
+    soft_labels, seconds = synthetic.soft_labels is not None, time.monotonic() - start
+    return Synthesis(folder, len(synthetic), certificate, accuracy, soft_labels, seconds)
 
 
 def sample_to_file(
@@ -205,6 +271,7 @@ def sample_to_file(
     classes = len(model.public_.classes)
     max_samples = model.max_samples(model.public_) or DEFAULT_SAMPLES * classes
     number = number or min(DEFAULT_SAMPLES, max_samples // (classes if label else 1))
+    check_memory(number, model.public_)
     images = model.sample(number, labels=label, seed=seed, **(options or {}))
     save_images(images, target, overwrite=overwrite)
     certificate = model.certificate_.derived(target.parent, [target.name])

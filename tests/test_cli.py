@@ -368,7 +368,9 @@ def test_plan_spends_nothing(folder: Path, run: Any) -> None:
     assert status == 0
     assert "embedding" in out
     assert "3.84" in out
-    status, out, _ = run("plan", folder, "--epsilon", "1", "--set", "public_size=True", "--json")
+    status, out, _ = run(
+        "plan", folder, "-e", "1", "--size", "8", "--mode", "grey", "--set", "public_size=True", "--json"
+    )
     content = json.loads(out)
     assert [release["name"] for release in content["releases"]] == ["embedding"]
     assert content["epsilon"] == pytest.approx(1, rel=1e-3)

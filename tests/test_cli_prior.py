@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import sfumato as sf
-from sfumato import cli, cli_prior
+from sfumato import cli, cli_prior, priors
 from sfumato.data import ImageSet, save_images
 from sfumato.priors import load_prior, train_prior
+from sfumato.priors.denoising import PriorTraining
 from sfumato.priors.random_process import random_process
 
 
@@ -28,7 +29,7 @@ def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(*given: Any, settings: Any, **options: Any) -> Any:
         return train_prior(*given, settings=replace(settings, widths=(8, 8), context=8, attention=1), **options)
 
-    monkeypatch.setattr(cli_prior, "train_prior", small)
+    monkeypatch.setattr(priors, "train_prior", small)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
@@ -103,7 +104,7 @@ def test_an_interrupted_training_says_how_to_go_on(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_prior, "train_prior", interrupted)
+    monkeypatch.setattr(priors, "train_prior", interrupted)
     assert run(monkeypatch, "prior", "train", public, "--size", "16", "--out", tmp_path / "p") == 130
     assert "--resume" in capsys.readouterr().err
 
@@ -118,3 +119,9 @@ def test_a_run_with_a_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few
     certificate = sf.Certificate.load(tmp_path / "out" / "certificate.json")
     assert certificate.public_facts["prior"]["sha256"] == load_prior(prior).sha256
     assert run(monkeypatch, "verify", tmp_path / "out") == 0
+
+
+def test_the_options_have_the_defaults_of_the_training() -> None:
+    defaults = PriorTraining()
+    stated = (cli_prior.STEPS, cli_prior.BATCH_SIZE, cli_prior.WIDTH, cli_prior.LEVELS)
+    assert stated == (defaults.steps, defaults.batch_size, defaults.widths[0], len(defaults.widths))

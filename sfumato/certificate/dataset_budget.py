@@ -119,6 +119,21 @@ class DatasetBudget:
         with self._ledger() as ledger:
             return self._refusal(ledger, plan, own_epsilon, reserved=False)
 
+    def refusal_of_all(self, plans: Sequence[Plan]) -> str | None:
+        """Return why several plans together would be refused, or None. Spends nothing.
+
+        Guarantee: None means that the plans can be reserved one after the other, in any order, if nothing else is.
+        """
+        if refusal := next((refusal for plan in plans if (refusal := self.refusal(plan))), None):
+            return refusal
+        rows, mine = self.rows(), self.budget
+        used = rows[-1].used if rows else 0.0
+        needed = sum(renyi_divergence(plan.releases, self.order, mine.adjacency) for plan in plans)
+        if len(plans) + len(rows) == 1 or used + needed <= _max_divergence(mine, self.order):
+            return None
+        limit = f"{self.path.name} allows epsilon {mine.epsilon:g} at delta {mine.delta:g} over all runs"
+        return f"{limit}; these {len(plans)} runs need more than is left ({len(rows)} are charged already)"
+
     def void(self, run_id: str, reason: str) -> None:
         """Record that a run has lost its guarantee. Guarantee: every later `reserve` is refused."""
         with self._ledger() as ledger:

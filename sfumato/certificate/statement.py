@@ -91,6 +91,6 @@ def account_events(
     return finite, tightest(found) if math.isfinite(tightest(found)) else None
 
 
-def rounded_up(value: float) -> float:
+def rounded_up(value: float, digits: int = 6) -> float:
     """Round up to six significant digits. Guarantee: never below `value`."""
-    return float(Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(value)))
+    return float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value)))

@@ -3,8 +3,9 @@
 from sfumato.data.errors import DataError, DataWarning
 from sfumato.data.grid import contact_sheet
 from sfumato.data.imageset import ImageSet, PublicFacts, shared_images
-from sfumato.data.load import load_images
+from sfumato.data.load import load_images, read_outline
 from sfumato.data.named import NamedSet, find_named, get_named, named_sets
+from sfumato.data.objects import to_hugging_face
 from sfumato.data.save import save_images
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "get_named",
     "load_images",
     "named_sets",
+    "read_outline",
     "save_images",
     "shared_images",
+    "to_hugging_face",
 ]

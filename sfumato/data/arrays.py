@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sfumato.data.errors import UNLABELLED_HINT, DataError, reason
 from sfumato.data.imageset import ImageSet
@@ -33,12 +32,19 @@ IDX_SPLITS = {"train": ("train-",), "test": ("t10k-", "test-")}
 
 
 def read_npz(
-    path: Path, *, labels: bool, split: str, classes: Sequence[str] | None = None, person: str | None = None
+    path: Path,
+    *,
+    labels: bool,
+    split: str,
+    classes: Sequence[str] | None = None,
+    person: str | None = None,
+    label_column: str | None = None,
 ) -> ImageSet:
     """Read the arrays `images`/`labels` or `x`/`y`, with or without a split name (`train_images`, `x_test`).
 
     - classes: class names, used if the archive has no array `classes`.
-    - person: name of the array that holds the person of each image, with or without a split name.
+    - person, label_column: names of the arrays that hold the person and the label of each image, with or without a
+      split name.
     """
     candidates = (
         (f"{split}_images", f"{split}_labels"),
@@ -52,10 +58,12 @@ def read_npz(
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DataError(f"{path} holds a single array, not an .npz archive of named arrays")
             with archive:
-                images = _read_archive(path, archive, candidates, labels, classes)
+                column = None if label_column is None else _array_name(path, archive, label_column, split, "labels")
+                images = _read_archive(path, archive, candidates, labels, classes, column)
                 if person is None:
                     return images
-                return replace(images, persons=_read_persons(path, archive, person, split))
+                name = _array_name(path, archive, person, split, "persons")
+                return replace(images, persons=encode_persons(archive[name]))
     except DataError as error:
         raise error if str(path) in str(error) else DataError(f"{path}: {error}") from error
     except DAMAGED_ZIP as error:
@@ -71,6 +79,7 @@ def _read_archive(
     candidates: Sequence[tuple[str, str]],
     labels: bool,
     classes: Sequence[str] | None,
+    column: str | None,
 ) -> ImageSet:
     names = next((pair for pair in candidates if pair[0] in archive), None)
     if names is None:
@@ -79,6 +88,8 @@ def _read_archive(
         raise DataError(f"{path} has none of the arrays {wanted}; it has {present}")
     if not labels:
         return ImageSet.from_arrays(archive[names[0]])
+    if column is not None:
+        return ImageSet.from_arrays(archive[names[0]], *encode_labels(archive[column], classes, str(path)))
     if names[1] not in archive:
         raise DataError(f"{path} has {names[0]!r} but no {names[1]!r}; {UNLABELLED_HINT}")
     known = [to_text(name) for name in archive["classes"]] if "classes" in archive else classes
@@ -87,12 +98,11 @@ def _read_archive(
     return ImageSet.from_arrays(archive[names[0]], encoded, known, soft_labels)
 
 
-def _read_persons(path: Path, archive: np.lib.npyio.NpzFile, person: str, split: str) -> torch.Tensor:
-    candidates = (f"{split}_{person}", f"{person}_{split}", person)
-    name = next((name for name in candidates if name in archive), None)
-    if name is None:
-        raise DataError(f"{path} has no array {person!r} of persons; it has {', '.join(archive.files)}")
-    return encode_persons(archive[name])
+def _array_name(path: Path, archive: np.lib.npyio.NpzFile, name: str, split: str, what: str) -> str:
+    found = next((each for each in (f"{split}_{name}", f"{name}_{split}", name) if each in archive), None)
+    if found is None:
+        raise DataError(f"{path} has no array {name!r} of {what}; it has {', '.join(archive.files)}")
+    return found
 
 
 def find_idx(folder: Path, split: str) -> Path | None:

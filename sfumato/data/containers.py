@@ -16,7 +16,15 @@ from typing import Any, BinaryIO
 
 from sfumato.data.decode import SUFFIXES, Item, Listing
 from sfumato.data.errors import UNLABELLED_HINT, DataError, first_few, reason
-from sfumato.data.labels import SOFT_LABELS, encode_labels, encode_soft_labels
+from sfumato.data.labels import (
+    SOFT_LABELS,
+    SeveralLabels,
+    encode_columns,
+    encode_labels,
+    encode_soft_labels,
+    one_label_each,
+    split_columns,
+)
 from sfumato.data.persons import person_name
 
 IMAGE_COLUMNS = ("image", "img")
@@ -27,15 +35,23 @@ LABEL_SUFFIXES = (".cls", ".json", ".txt")
 
 
 def list_parquet(
-    paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
+    paths: Sequence[Path],
+    *,
+    labels: bool,
+    classes: Sequence[str] | None = None,
+    person: str | None = None,
+    label_column: str | None = None,
+    several: SeveralLabels = "combine",
 ) -> Listing:
     """List the images of Parquet shards.
 
     - classes: class names, used if the schema metadata has none.
     - person: column that holds the person of each image.
+    - label_column: column that holds the labels, or several with commas between; default: label.
     """
+    chosen = split_columns(label_column or "")
     pyarrow = import_pyarrow()
-    rows, values, soft_labels, names, columns, people = 0, [], [], [], [], []
+    rows, values, soft_labels, names, columns, people = 0, list[tuple[Any, ...]](), [], [], [], []
     for path in paths:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -46,9 +62,9 @@ def list_parquet(
                     cells = file.read([_column(path, schema, (person,))]).column(person).to_pylist()
                     people += [person_name(cell, f"{path.name} row {row}") for row, cell in enumerate(cells)]
                 if labels:
-                    column = _column(path, schema, LABEL_COLUMNS)
-                    values += file.read([column]).column(column).to_pylist()
-                    names.append(_class_names(path, schema, column))
+                    used = [_column(path, schema, (name,)) for name in chosen] or [_column(path, schema, LABEL_COLUMNS)]
+                    values += zip(*(file.read([name]).column(name).to_pylist() for name in used), strict=True)
+                    names.append(_class_names(path, schema, used[0]) if len(used) == 1 else None)
                     if SOFT_LABELS in schema.names:
                         soft_labels += file.read([SOFT_LABELS]).column(SOFT_LABELS).to_pylist()
         except DataError:
@@ -59,14 +75,15 @@ def list_parquet(
     persons = None if person is None else people
     if not labels:
         return Listing(items, rows, persons=persons)
-    if None in values:
-        raise DataError(f"row {values.index(None)} of {_name_shards(paths)} has no label; {UNLABELLED_HINT}")
+    empty = next((row for row, cells in enumerate(values) if None in cells), None)
+    if empty is not None:
+        raise DataError(f"row {empty} of {_name_shards(paths)} has no label; {UNLABELLED_HINT}")
     if any(other != names[0] for other in names):
         raise DataError(f"the shards {_name_shards(paths)} have different class names")
     if soft_labels and len(soft_labels) < rows:
         raise DataError(f"only some of the shards {_name_shards(paths)} have soft labels")
     soft = encode_soft_labels(soft_labels) if soft_labels else None
-    encoded, known = encode_labels(values, names[0] or classes, _name_shards(paths))
+    encoded, known = encode_columns(used, values, names[0], classes, several, _name_shards(paths))
     return Listing(items, rows, encoded, known, soft_labels=soft, persons=persons)
 
 
@@ -138,14 +155,20 @@ class _ByteRange:
 
 
 def list_webdataset(
-    paths: Sequence[Path], *, labels: bool, classes: Sequence[str] | None = None, person: str | None = None
+    paths: Sequence[Path],
+    *,
+    labels: bool,
+    classes: Sequence[str] | None = None,
+    person: str | None = None,
+    label_column: str | None = None,
+    several: SeveralLabels = "combine",
 ) -> Listing:
     """List the samples of WebDataset shards. Members whose names agree up to the first dot form one sample.
 
-    - person: key in the `.json` members that holds the person of each image.
+    - person, label_column: keys in the `.json` members that hold the person and the label of each image.
     """
     items: list[Item] = []
-    values: list[int | str] = []
+    values: list[int | str | list[Any]] = []
     people: list[str] = []
     for path in paths:
         for key, sample in _read_samples(path).items():
@@ -155,7 +178,7 @@ def list_webdataset(
             name = f"{path.name}:{image.name}"
             items.append(Item(name, _ByteRange(path, image.offset_data, image.size).open))
             if labels:
-                values.append(_tar_label(path, key, sample))
+                values.append(_tar_label(path, key, sample, label_column))
             if person is not None:
                 people.append(_tar_person(path, key, sample, person))
     if not items:
@@ -165,7 +188,8 @@ def list_webdataset(
         return Listing(items, len(items), persons=persons)
     if len({type(value) for value in values}) > 1:
         raise DataError(f"{_name_shards(paths)} mixes numbers and names as labels; use only one kind")
-    return Listing(items, len(items), *encode_labels(values, classes, _name_shards(paths)), persons=persons)
+    single = one_label_each(values, classes, several, _name_shards(paths))
+    return Listing(items, len(items), *encode_labels(single, classes, _name_shards(paths)), persons=persons)
 
 
 def _read_samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
@@ -186,18 +210,19 @@ def _read_samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
     return samples
 
 
-def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo]) -> int | str:
-    suffix = next((suffix for suffix in LABEL_SUFFIXES if suffix in sample), None)
+def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo], column: str | None) -> int | str | list[Any]:
+    suffixes = LABEL_SUFFIXES if column is None else (".json",)
+    suffix = next((suffix for suffix in suffixes if suffix in sample), None)
     if suffix is None:
-        raise DataError(f"{path}: sample {key!r} has no label (.cls, .json or .txt); {UNLABELLED_HINT}")
+        raise DataError(f"{path}: sample {key!r} has no label ({', '.join(suffixes)}); {UNLABELLED_HINT}")
     member = sample[suffix]
     try:
-        value = _tar_json(path, member)["label"] if suffix == ".json" else _tar_text(path, member)
+        value = _tar_json(path, member)[column or "label"] if suffix == ".json" else _tar_text(path, member)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: the label in {member.name} cannot be read: {reason(error)}") from error
     if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+    if isinstance(value, bool) or not isinstance(value, int | str | list) or value in ("", []):
         raise DataError(f"{path}: the label in {member.name} is neither a whole number nor a name")
     return value
 

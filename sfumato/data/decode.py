@@ -2,7 +2,8 @@
 
 Every image becomes 8-bit grey or RGB. EXIF rotation is applied, transparency is composited over white, and only the
 first frame of an animation is read. With `size`, the central square is cropped and resized: by box averaging if it
-shrinks, by bicubic interpolation if it grows.
+shrinks, by bicubic interpolation if it grows. Files of several images (TIFF pages, DICOM frames, NIfTI slices) are read
+as `frames` says; without it they are refused, because several images of one person would count as several units.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import struct
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -23,12 +25,26 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from sfumato.data.errors import DataError, DataWarning, first_few, reason
 from sfumato.data.imageset import ImageSet
+from sfumato.data.medical import (
+    DICOM_SUFFIXES,
+    NIFTI_SUFFIXES,
+    PREAMBLE,
+    ValueRange,
+    dicom_frames,
+    is_dicom,
+    is_nifti,
+    nifti_frames,
+    read_dicom,
+    read_nifti,
+    to_byte_range,
+)
 from sfumato.data.parallel import map_in_order
 from sfumato.data.persons import encode_persons
 from sfumato.data.storage import allocate
 
 Mode = Literal["grey", "rgb"]
 OnError = Literal["raise", "skip"]
+Frames = Literal["first", "middle", "all"]
 Progress = Callable[[int, int], None]
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,9 +53,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF
 SUFFIXES = frozenset(
     [
         *(".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
-        *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".avif", ".mpo"),
+        *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".avif", ".mpo", ".heic", ".heif"),
+        *(*DICOM_SUFFIXES, *NIFTI_SUFFIXES),
     ]
 )
+HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 # Exceptions that Pillow raises for damaged files. Warning is included because the caller may turn Pillow's warnings
 # about odd metadata into errors.
 DECODING_ERRORS = (
@@ -47,20 +65,26 @@ DECODING_ERRORS = (
     *(RuntimeError, struct.error, zlib.error, Warning),
 )
 
+MAX_DARK_BITS = 14  # a set of 16-bit images that uses fewer bits gives a warning
 SKIP_HINT = "skip such files with on_error='skip' (--on-error skip)"
 
 
 @dataclass(frozen=True)
 class Item:
-    """One encoded image: its name in error messages, and a function that opens its bytes."""
+    """One file: its name in error messages, a function that opens its bytes, and the number of images to read."""
 
     name: str
     open: Callable[[], AbstractContextManager[BinaryIO]]
+    images: int = 1
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Encoded images with their labels and person names; `skipped` lists files that were left out."""
+    """Files with their labels and person names.
+
+    - count: number of images in all files.
+    - skipped: unreadable files that were left out; others: files that are not images by their names.
+    """
 
     items: Iterable[Item]
     count: int
@@ -69,6 +93,25 @@ class Listing:
     skipped: list[str] = field(default_factory=list)
     soft_labels: torch.Tensor | None = None
     persons: Sequence[str] | None = None
+    others: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How files become pixels; see `load_images`. `deep` collects the largest value of each 16-bit image."""
+
+    size: int | None = None
+    mode: Mode | None = None
+    frames: Frames | None = None
+    value_range: ValueRange | None = None
+    deep: list[int] = field(default_factory=list)
+
+    def choose(self, count: int) -> Sequence[int]:
+        """Return the indices of the images to read from a file that holds `count`."""
+        if self.frames is None and count > 1:
+            what = f"holds {count} images, probably of one person; pass frames= (--frames): first or middle for one of"
+            raise DataError(f"{what} them, or all together with person= (--person file, …)")
+        return range(count) if self.frames == "all" else [count // 2 if self.frames == "middle" else 0]
 
 
 def file_item(path: Path, name: str) -> Item:
@@ -78,31 +121,33 @@ def file_item(path: Path, name: str) -> Item:
 
 def decode(
     listing: Listing,
+    conversion: Conversion,
     *,
-    size: int | None = None,
-    mode: Mode | None = None,
     on_error: OnError = "raise",
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> ImageSet:
-    """Decode a listing. With `on_error="skip"`, leave out unreadable images with a `DataWarning`."""
-    buffer = PixelBuffer(listing.count, mode)
+    """Decode a listing. With `on_error="skip"`, leave out unreadable files with a `DataWarning`."""
+    buffer = PixelBuffer(listing.count, conversion.mode)
     skipped = list(listing.skipped)
-    kept: list[int] = []
-    decode_one = partial(_decode_item, size=size, mode=mode)
+    kept: list[int] = []  # for each image, the index of its item
+
+    def decode_one(item: Item) -> tuple[str, list[Pixels] | DataError]:
+        return decode_item(item, conversion)
+
     with closing(map_in_order(decode_one, listing.items, workers)) as results:
         for index, (name, result) in enumerate(results):
             if isinstance(result, DataError):
                 if on_error == "raise":
                     raise result
                 skipped.append(name)
-            else:
-                buffer.write(len(kept), name, result)
+                continue
+            for pixels in result:
+                buffer.write(len(kept), name, pixels)
                 kept.append(index)
             if progress is not None:
-                progress(index + 1, listing.count)
-    if skipped:
-        warnings.warn(DataWarning(f"skipped {len(skipped)} unreadable: {first_few(skipped)}"), stacklevel=3)
+                progress(len(kept) + len(skipped), listing.count)
+    report_left_out(listing.others, skipped, conversion.deep)
     if not kept:
         raise DataError("no image could be read")
     labels, soft_labels = (
@@ -110,6 +155,31 @@ def decode(
     )
     persons = None if listing.persons is None else encode_persons([listing.persons[index] for index in kept])
     return ImageSet(buffer.images(len(kept)), labels, listing.classes, soft_labels, persons)
+
+
+def count_frames(listing: Listing, workers: int | None = None) -> Listing:
+    """Count the images of each file, to read all of them. The images of a file belong to one person."""
+    if listing.persons is None:
+        how = "pass person= (--person): file, folder, regex:(…), dicom:PatientID or a column"
+        raise DataError(f"frames='all' (--frames all) reads several images of one person from a file; {how}")
+    with closing(map_in_order(_counted, listing.items, workers)) as counted:
+        items = list(counted)
+    return replace(listing, items=items, count=sum(item.images for item in items))
+
+
+def report_left_out(others: Sequence[str], skipped: Sequence[str], deep: Sequence[int] = ()) -> None:
+    """Warn about files that were left out, and about dark images. For the owner's eyes: the counts are private."""
+    if others:
+        kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in others)
+        named = first_few([f"{kind} ({number})" for kind, number in kinds.most_common()], limit=6)
+        text = f"left out files that are not images by their names, {len(others)} in all: {named}"
+        warnings.warn(DataWarning(text), stacklevel=4)
+    if skipped:
+        warnings.warn(DataWarning(f"skipped {len(skipped)} unreadable: {first_few(skipped)}"), stacklevel=4)
+    if deep and (bits := max(deep).bit_length()) <= MAX_DARK_BITS:
+        limit = 2**bits - 1
+        text = f"the 16-bit images have no value above {limit}, so they become dark; if they hold {bits}-bit values, "
+        warnings.warn(DataWarning(f"{text}pass value_range=(0, {limit}) (--range 0,{limit})"), stacklevel=4)
 
 
 def convert_images(
@@ -126,7 +196,10 @@ def convert_images(
     if same_mode and (size is None or height == width == size):
         return images
     buffer = PixelBuffer(len(images), mode)
-    convert_one = partial(_convert_array, size=size, mode=mode)
+
+    def convert_one(pixels: Pixels) -> Pixels:
+        return convert(to_pil_image(pixels), size, mode)
+
     with closing(map_in_order(convert_one, images.images.numpy(), workers)) as results:
         for index, pixels in enumerate(results):
             buffer.write(index, str(index), pixels)
@@ -174,10 +247,12 @@ def _colour(channels: int) -> str:
     return "grey" if channels == 1 else "colour"
 
 
-def _decode_item(item: Item, size: int | None, mode: Mode | None) -> tuple[str, Pixels | DataError]:
+def decode_item(item: Item, conversion: Conversion) -> tuple[str, list[Pixels] | DataError]:
+    """Return the name of a file and its images [C, H, W], or the error to raise."""
     try:
         with item.open() as file:
-            return item.name, _decode_file(file, size, mode)
+            images = _open_images(file, item.name, conversion)
+            return item.name, [convert(image, conversion.size, conversion.mode) for image in images]
     except UnidentifiedImageError:
         error = DataError(f"{item.name} is not an image in a supported format; remove it, or {SKIP_HINT}")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -190,19 +265,83 @@ def _decode_item(item: Item, size: int | None, mode: Mode | None) -> tuple[str, 
     return item.name, error
 
 
-def _decode_file(file: BinaryIO, size: int | None, mode: Mode | None) -> Pixels:
-    if not file.read(1):
+def is_image_file(path: Path) -> bool:
+    """Return whether a file is an image by its name. A name without a usual suffix is decided by the signature."""
+    name = path.name.lower()
+    if name.endswith(tuple(SUFFIXES)):
+        return True
+    if path.suffix and not path.suffix[1:].isdigit():  # DICOM names may end in digits: 1.2.840.10008
+        return False
+    try:
+        with path.open("rb") as file:
+            if is_dicom(name, file.read(PREAMBLE)):
+                return True
+            file.seek(0)
+            with Image.open(file, formats=_known_formats()):
+                return True
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return True  # refused by name when it is read
+    except DECODING_ERRORS:
+        return False
+
+
+def _open_images(file: BinaryIO, name: str, conversion: Conversion) -> list[Image.Image]:
+    """Return the chosen images of a file, 8-bit grey or RGB."""
+    head = file.read(PREAMBLE)
+    if not head:
         raise DataError(f"is empty (0 bytes); replace it, or {SKIP_HINT}")
     file.seek(0)
-    with Image.open(file, formats=_known_formats()) as image:
+    if is_dicom(name, head):
+        return read_dicom(file, conversion.choose, conversion.value_range)
+    if is_nifti(name):
+        return read_nifti(file, name, conversion.choose, conversion.value_range)
+    with _open_pillow(file, head) as image:
         limit = Image.MAX_IMAGE_PIXELS
         if limit is not None and image.width * image.height > limit:
             raise Image.DecompressionBombError
-        if size is not None:
-            # A JPEG decodes faster at 1/2, 1/4 or 1/8 scale; twice the target size keeps enough detail.
-            image.draft(image.mode, (2 * size, 2 * size))
-        ImageOps.exif_transpose(image, in_place=True)
-        return _convert(_to_eight_bit(image), size, mode)
+        pages = getattr(image, "n_frames", 1) if image.format == "TIFF" or conversion.frames else 1
+        found = []
+        for page in conversion.choose(pages):
+            if page or pages > 1:
+                image.seek(page)
+            elif conversion.size is not None:
+                # A JPEG decodes faster at 1/2, 1/4 or 1/8 scale; twice the target size keeps enough detail.
+                image.draft(image.mode, (2 * conversion.size, 2 * conversion.size))
+            found.append(to_eight_bit(ImageOps.exif_transpose(image), conversion.value_range, conversion.deep))
+        return found
+
+
+def _open_pillow(file: BinaryIO, head: bytes) -> Image.Image:
+    """Open a file with Pillow, and with the plug-in for HEIC if it is one."""
+    if head[4:8] == b"ftyp" and head[8:12] in HEIF_BRANDS:
+        _register_heif()
+        return Image.open(file, formats=("HEIF", "AVIF"))
+    return Image.open(file, formats=_known_formats())
+
+
+def _counted(item: Item) -> Item:
+    """Count the images of one file. A file that cannot be read counts as one, and fails when it is decoded."""
+    try:
+        with item.open() as file:
+            head = file.read(PREAMBLE)
+            file.seek(0)
+            if is_dicom(item.name, head):
+                return replace(item, images=dicom_frames(file))
+            if is_nifti(item.name):
+                return replace(item, images=nifti_frames(file, item.name))
+            with _open_pillow(file, head) as image:
+                return replace(item, images=getattr(image, "n_frames", 1))
+    except (DataError, Image.DecompressionBombError, *DECODING_ERRORS):
+        return item
+
+
+@cache
+def _register_heif() -> None:
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise DataError("is a HEIC file, which needs pillow-heif: pip install 'sfumato[heic]'") from error
+    pillow_heif.register_heif_opener()
 
 
 @cache
@@ -211,9 +350,15 @@ def _known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _to_eight_bit(image: Image.Image) -> Image.Image:
-    """Convert to opaque 8-bit mode "L" or "RGB"."""
+def to_eight_bit(
+    image: Image.Image, value_range: ValueRange | None = None, deep: list[int] | None = None
+) -> Image.Image:
+    """Convert to opaque 8-bit mode "L" or "RGB". `deep` collects the largest value of a 16-bit image."""
     if image.mode == "F" or image.mode.startswith("I"):
+        if value_range is not None:
+            return Image.fromarray(to_byte_range(np.asarray(image), value_range))
+        if deep is not None and image.mode != "F":
+            deep.append(int(np.asarray(image).max()))
         return _reduce_depth(image)
     if image.mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
@@ -235,14 +380,14 @@ def _reduce_depth(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
-            raise DataError("holds floats outside [0, 1] or NaN; rescale it, or save it with 8 or 16 bits")
+            raise DataError("holds floats outside [0, 1] or NaN; pass value_range= (--range LOW,HIGH)")
         return Image.fromarray(np.round(values.astype(np.float64) * 255).astype(np.uint8))
     if values.min() < 0 or values.max() > 65535:
-        raise DataError("holds integers outside 0..65535; save it with 8 or 16 bits")
+        raise DataError("holds integers outside 0..65535; pass value_range= (--range LOW,HIGH)")
     return Image.fromarray(((values.astype(np.int64) + 128) // 257).astype(np.uint8))
 
 
-def _convert(image: Image.Image, size: int | None, mode: Mode | None) -> Pixels:
+def convert(image: Image.Image, size: int | None, mode: Mode | None) -> Pixels:
     """Convert to grey, crop and resize as requested, and return [C, H, W]."""
     if mode == "grey" and image.mode != "L":
         image = image.convert("L")
@@ -254,7 +399,3 @@ def _convert(image: Image.Image, size: int | None, mode: Mode | None) -> Pixels:
         image = image.resize((size, size), Image.Resampling.BOX if side >= size else Image.Resampling.BICUBIC)
     pixels = np.asarray(image)
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-
-
-def _convert_array(pixels: Pixels, size: int | None, mode: Mode | None) -> Pixels:
-    return _convert(to_pil_image(pixels), size, mode)

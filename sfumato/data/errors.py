@@ -23,7 +23,7 @@ def first_few(names: Sequence[str], limit: int = 3) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an exception, without the path that an OSError repeats."""
+    """Return the message of an exception in one line, without the path that an OSError repeats."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__

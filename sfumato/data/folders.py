@@ -1,23 +1,33 @@
-"""List folders of image files: with class sub-folders, with `labels.csv`, or without labels."""
+"""List folders of image files: with class sub-folders, with a table of labels, or without labels.
+
+Files that are not images by their names are left out and reported; so are hidden files and what file managers leave.
+"""
 
 from __future__ import annotations
 
 import csv
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
-from sfumato.data.decode import SKIP_HINT, SUFFIXES, Item, Listing, OnError, file_item
+from sfumato.data.decode import DECODING_ERRORS, Item, Listing, OnError, file_item, is_image_file
 from sfumato.data.errors import UNLABELLED_HINT, DataError, first_few, reason
-from sfumato.data.labels import encode_labels, sort_names
-from sfumato.data.persons import persons_of_paths, reads_paths
+from sfumato.data.labels import SeveralLabels, column_labels, encode_labels, one_label_each, sort_names, split_columns
+from sfumato.data.medical import dicom_value
+from sfumato.data.parallel import map_in_order
+from sfumato.data.persons import DICOM, persons_of_paths, reads_paths
 
-LABELS_FILE = "labels.csv"
-# Files that file managers and archivers leave behind.
-SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+TABLES = ("labels.csv", "metadata.csv")  # the second is the name in Hugging Face's image folders
+FILE_COLUMNS = ("file", "file_name", "filename")
+LABEL_COLUMN = "label"
+# Files that file managers and archivers leave behind, and the index of a folder of DICOM files.
+SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir"})
 UNSAFE_CHARACTERS = frozenset('%/\\:*?"<>|')
-SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
+SPLIT_NAME = re.compile(r"(?:.*[-_ .])?(train|test|val|valid|eval)(?:ing|idation)?(?:[-_ .].*)?", re.IGNORECASE)
 
 
 def list_folder(
@@ -28,19 +38,29 @@ def list_folder(
     on_error: OnError,
     classes: Sequence[str] | None = None,
     person: str | None = None,
+    label_column: str | None = None,
+    several: SeveralLabels = "combine",
 ) -> Listing:
     """List the images of a folder.
 
-    - classes: class names for `labels.csv`; class sub-folders have their own names.
-    - person: a column of `labels.csv`, or a rule that reads the person from the file path (see `persons_of_paths`).
+    - classes: class names for a table; class sub-folders have their own names.
+    - person: a column of the table, or a rule that reads the person from the file (see `persons_of_paths`).
+    - label_column: a column of the table, several with commas between, or a rule as for `person`.
     """
     folder = _split_folder(folder, split)
+    table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
+    if labels and label_column is not None and reads_paths(label_column):
+        return _list_by_rule(folder, label_column, classes, several, person, on_error)
+    if labels and label_column is not None and table is None:
+        how = f"a table {TABLES[0]} in that folder, or folder:K, regex:(…) or dicom:KEYWORD"
+        raise DataError(f"label_column={label_column!r} (--label-column): {folder} has no columns; it needs {how}")
     by_column = person is not None and not reads_paths(person)
-    if (labels or by_column) and (folder / LABELS_FILE).is_file():
-        return _list_with_csv(folder, labels, classes, person)
+    if (labels or by_column) and table is not None:
+        columns = split_columns(label_column or LABEL_COLUMN) if labels else []
+        return _list_with_table(table, columns, classes, several, person, on_error)
     if not labels:
-        return _list_unlabelled(folder, person)
-    return _list_classes(folder, on_error, classes, person)
+        return _list_unlabelled(folder, person, on_error)
+    return _list_classes(folder, classes, person, on_error)
 
 
 def folder_name(name: str) -> str:
@@ -66,80 +86,162 @@ def _escape(letter: str) -> str:
     return quote(letter, safe="") if quote(letter, safe="") != letter else f"%{ord(letter):02X}"
 
 
-def _list_classes(folder: Path, on_error: OnError, declared: Sequence[str] | None, person: str | None) -> Listing:
-    files, folders = _entries(folder)
-    if not files and not folders:
+def _list_classes(folder: Path, declared: Sequence[str] | None, person: str | None, on_error: OnError) -> Listing:
+    files, folders, others = _entries(folder)
+    if not files and not folders and not others:
         raise DataError(f"{folder} is empty; expected one sub-folder of images for each class")
     if not folders:
-        raise DataError(f"{folder} has neither class sub-folders nor {LABELS_FILE}; {UNLABELLED_HINT}")
-    skipped = _check_unclassified(folder, files, on_error)
+        raise DataError(f"{folder} has neither class sub-folders nor {TABLES[0]}; {UNLABELLED_HINT}")
+    if files:
+        what = f"{folder} has images outside its class folders ({first_few([file.name for file in files])})"
+        raise DataError(f"{what}; move them into a class folder, or {UNLABELLED_HINT}")
     if len(folders) == 1 and declared is None:
-        how = f"name all classes with classes= (--classes), or {UNLABELLED_HINT}"
-        raise DataError(f"{folder} has only one class ({folders[0].name}); {how}")
+        raise DataError(_advise_on_one_class(folder, folders[0]))
     classes = sort_names(class_name(child.name) for child in folders)
     by_class = {class_name(child.name): child for child in folders}
     seen = {_identity(folder)}
     paths: list[Path] = []
     names: list[str] = []
     for name in classes:
-        found = list(_walk(by_class[name], seen))
+        found = list(_walk(by_class[name], seen, others))
         paths += found
         names += [name] * len(found)
     if not paths:
-        raise DataError(f"{folder} holds no images, only empty folders")
-    encoded, classes = encode_labels(names, classes)
+        raise DataError(f"{folder} holds no images, only empty folders{_name_others(folder, others)}")
     items = _items(folder, paths)
-    persons = _persons(items, person, classes=True)
-    return Listing(items, len(items), encoded, classes, skipped, persons=persons)
+    kept, persons, skipped = _apply(items, person, on_error, classes=True)
+    encoded, classes = encode_labels([names[index] for index in kept], classes)
+    items = [items[index] for index in kept]
+    beside = _relative(folder, others)
+    return Listing(items, len(items), encoded, classes, skipped=skipped, persons=persons, others=beside)
+
+
+def _advise_on_one_class(folder: Path, child: Path) -> str:
+    """Return the error for a folder with one sub-folder, which may hold the class folders or be the only class."""
+    inner = [sub.name for sub in _entries(child)[1]]
+    how = f"name all classes with classes= (--classes), or {UNLABELLED_HINT}"
+    if len(inner) > 1:
+        return f"{folder} has only one sub-folder; if the classes are {first_few(inner)}, pass {child}; else {how}"
+    return f"{folder} has only one class ({child.name}); {how}"
+
+
+def _list_by_rule(
+    folder: Path,
+    rule: str,
+    classes: Sequence[str] | None,
+    several: SeveralLabels,
+    person: str | None,
+    on_error: OnError,
+) -> Listing:
+    """List the images with labels from their paths or DICOM headers. Such labels do not define the classes."""
+    listing = _list_unlabelled(folder, person, on_error)
+    items, persons = list(listing.items), listing.persons
+    kept, values, skipped = _apply(items, rule, on_error, classes=False, what="label")
+    labels = one_label_each(values or [], classes, several, str(folder))
+    encoded, known = encode_labels(labels, classes, str(folder))
+    return Listing(
+        [items[index] for index in kept],
+        len(kept),
+        encoded,
+        known,
+        skipped=[*listing.skipped, *skipped],
+        persons=None if persons is None else [persons[index] for index in kept],
+        others=listing.others,
+    )
 
 
 def _items(folder: Path, paths: list[Path]) -> list[Item]:
     return [file_item(path, path.relative_to(folder).as_posix()) for path in paths]
 
 
-def _persons(items: list[Item], person: str | None, *, classes: bool) -> list[str] | None:
-    return None if person is None else persons_of_paths([item.name for item in items], person, classes=classes)
+def _apply(
+    items: list[Item], rule: str | None, on_error: OnError, *, classes: bool, what: str = "person"
+) -> tuple[list[int], list[str] | None, list[str]]:
+    """Read the person or label of each file. Return the indices of files that have one, the values, and other files.
+
+    A file without a value is an error, or is left out with `on_error="skip"`: it cannot be protected with its person.
+    """
+    if rule is None:
+        return list(range(len(items))), None, []
+    if not rule.startswith(DICOM):
+        names = [item.name for item in items]
+        return list(range(len(items))), persons_of_paths(names, rule, classes=classes, what=what), []
+    keyword = rule.removeprefix(DICOM)
+
+    def read(item: Item) -> str | DataError:
+        try:
+            with item.open() as file:
+                return dicom_value(file, keyword)
+        except DataError as error:
+            return DataError(f"{item.name} {error}")
+        except DECODING_ERRORS as error:
+            return DataError(f"{item.name} cannot be read as DICOM: {reason(error)}")
+
+    with closing(map_in_order(read, items)) as results:
+        values = list(results)
+    failed = next((value for value in values if isinstance(value, DataError)), None)
+    if failed is not None and on_error == "raise":
+        raise failed
+    kept = [index for index, value in enumerate(values) if isinstance(value, str)]
+    if not kept:
+        raise DataError(f"no file has the DICOM element {keyword}")
+    skipped = [items[index].name for index in sorted(set(range(len(items))) - set(kept))]
+    return kept, [value for value in values if isinstance(value, str)], skipped
 
 
-def _check_unclassified(folder: Path, files: list[Path], on_error: OnError) -> list[str]:
-    """Refuse images outside the class folders, and return the names of other files there, to be skipped."""
-    images = [file.name for file in files if file.suffix.lower() in SUFFIXES]
-    if images:
-        what = f"{folder} has images outside its class folders ({first_few(images)})"
-        raise DataError(f"{what}; move them into a class folder, or {UNLABELLED_HINT}")
-    names = [file.name for file in files]
-    if names and on_error == "raise":
-        raise DataError(
-            f"{folder} has files outside its class folders ({first_few(names)}); remove them, or {SKIP_HINT}"
-        )
-    return names
-
-
-def _list_unlabelled(folder: Path, person: str | None) -> Listing:
-    items = _items(folder, [path for path in _walk(folder, set()) if path != folder / LABELS_FILE])
+def _list_unlabelled(folder: Path, person: str | None, on_error: OnError) -> Listing:
+    others: list[Path] = []
+    items = _items(folder, list(_walk(folder, set(), others)))
+    others = [path for path in others if path.name not in TABLES]
     if not items:
-        raise DataError(f"{folder} holds no images")
-    return Listing(items, len(items), persons=_persons(items, person, classes=False))
+        raise DataError(f"{folder} holds no images{_name_others(folder, others)}")
+    kept, persons, skipped = _apply(items, person, on_error, classes=False)
+    items = [items[index] for index in kept]
+    return Listing(items, len(items), skipped=skipped, persons=persons, others=_relative(folder, others))
 
 
-def _list_with_csv(folder: Path, labels: bool, classes: Sequence[str] | None, person: str | None) -> Listing:
-    table = folder / LABELS_FILE
+def _list_with_table(
+    table: Path,
+    columns: list[str],
+    classes: Sequence[str] | None,
+    several: SeveralLabels,
+    person: str | None,
+    on_error: OnError,
+) -> Listing:
+    folder, others = table.parent, list[Path]()
     column = None if person is None or reads_paths(person) else person.strip().lower()
-    wanted = [*(["label"] if labels else []), *([column] if column is not None else [])]
-    listed = _read_csv(table, wanted)
-    present = {path.relative_to(folder).as_posix(): path for path in _walk(folder, set()) if path != table}
-    missing = [name for name in listed if name not in present]
-    if missing:
+    wanted = [*(name.lower() for name in columns), *([column] if column is not None else [])]
+    present = {path.relative_to(folder).as_posix(): path for path in _walk(folder, set(), others)}
+    listed, missing = _match_names(_read_csv(table, wanted), present)
+    if missing and on_error == "raise":
         raise DataError(f"{table} lists files that do not exist: {first_few(missing)}")
     unlisted = [name for name in present if name not in listed]
-    if unlisted:
+    if unlisted and on_error == "raise":
         raise DataError(f"{table} has no {wanted[0]} for {first_few(unlisted)}; add these lines, or remove the files")
+    if not listed:
+        raise DataError(f"{table} lists no image that is in the folder")
     items = [file_item(present[name], name) for name in listed]
-    persons = [row[column] for row in listed.values()] if column else _persons(items, person, classes=False)
-    if not labels:
-        return Listing(items, len(items), persons=persons)
-    encoded, known = encode_labels([row["label"] for row in listed.values()], classes, str(table))
-    return Listing(items, len(items), encoded, known, persons=persons)
+    skipped, beside = [*missing, *unlisted], _relative(folder, [path for path in others if path != table])
+    persons = [row[column] for row in listed.values()] if column else None
+    if person is not None and persons is None:
+        persons = _apply(items, person, "raise", classes=False)[1]
+    if not columns:
+        return Listing(items, len(items), skipped=skipped, persons=persons, others=beside)
+    cells = [[row[name.lower()] for name in columns] for row in listed.values()]
+    labels = column_labels(columns, cells, classes, several, str(table))
+    encoded, known = encode_labels(labels, classes, str(table))
+    return Listing(items, len(items), encoded, known, skipped=skipped, persons=persons, others=beside)
+
+
+def _match_names(
+    listed: dict[str, dict[str, str]], present: dict[str, Path]
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Return the lines by the names of their files, and names without a file. A line may leave out the suffix."""
+    stems = Counter(PurePosixPath(name).with_suffix("").as_posix() for name in present)
+    by_stem = {stem: name for name in present if stems[stem := PurePosixPath(name).with_suffix("").as_posix()] == 1}
+    names = {name: name if name in present else by_stem.get(name) for name in listed}
+    found = {path: listed[name] for name, path in names.items() if path is not None}
+    return found, [name for name, path in names.items() if path is None]
 
 
 def _read_csv(table: Path, wanted: list[str]) -> dict[str, dict[str, str]]:
@@ -147,7 +249,7 @@ def _read_csv(table: Path, wanted: list[str]) -> dict[str, dict[str, str]]:
     listed: dict[str, dict[str, str]] = {}
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
-            for line, row in _csv_rows(table, csv.reader(file, strict=True), ["file", *wanted]):
+            for line, row in _csv_rows(table, csv.reader(file, strict=True), wanted):
                 empty = next((column for column, value in row.items() if not value), None)
                 if empty is not None:
                     raise DataError(f"{table} line {line} has an empty {'file name' if empty == 'file' else empty}")
@@ -164,49 +266,82 @@ def _read_csv(table: Path, wanted: list[str]) -> dict[str, dict[str, str]]:
 
 def _csv_rows(table: Path, reader: Any, wanted: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
     header = [column.strip().lower() for column in next(reader, [])]
-    if not set(wanted) <= set(header):
-        raise DataError(f"{table} needs a header line with the columns {','.join(wanted)}, not {','.join(header)!r}")
+    file_column = next((name for name in FILE_COLUMNS if name in header), None)
+    if file_column is None or not set(wanted) <= set(header):
+        needed = ",".join(["file", *wanted])
+        raise DataError(f"{table} needs a header line with the columns {needed}, not {','.join(header)!r}")
     for row in reader:
         if row and len(row) != len(header):
             raise DataError(f"{table} line {reader.line_num} has {len(row)} columns, not {len(header)}")
         if row:
-            yield reader.line_num, {column: row[header.index(column)].strip() for column in wanted}
+            cells = {column: row[header.index(column)].strip() for column in wanted}
+            yield reader.line_num, {"file": row[header.index(file_column)].strip(), **cells}
 
 
 def _split_folder(folder: Path, split: str) -> Path:
-    """Return the `train` or `test` sub-folder if the folder is split this way, or else the folder itself."""
-    files, folders = _entries(folder)
-    names = {child.name for child in folders}
-    is_split = not files and bool(names & {"train", "test"}) and names <= SPLITS
+    """Return the train or test part of a folder that is split this way (`train`, `seg_test`, …), or else the folder."""
+    files, folders, _ = _entries(folder)
+    parts = {child: match[1].lower() for child in folders if (match := SPLIT_NAME.fullmatch(child.name))}
+    is_split = not files and len(parts) == len(folders) and bool({"train", "test"} & set(parts.values()))
     # Folders named "train" and "test" that hold files are classes; splits hold class folders.
-    if not is_split or not all(_entries(child)[1] or (child / LABELS_FILE).is_file() for child in folders):
+    if not is_split or not all(_has_classes(child) for child in folders):
         return folder
-    if split not in names:
-        raise DataError(f"{folder} has no split {split!r}, only {', '.join(sorted(names))}")
-    return folder / split
+    chosen = [child for child, part in parts.items() if part == split]
+    if len(chosen) != 1:
+        names = first_few(sorted(child.name for child in folders))
+        found = "no split" if not chosen else "several parts for the split"
+        raise DataError(f"{folder} has {found} {split!r}, only {names}; pass the path of one of them")
+    return _unwrapped(chosen[0])
 
 
-def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the sorted files and sub-folders of a folder, without hidden and system files."""
+def _has_classes(folder: Path) -> bool:
+    return bool(_entries(folder)[1]) or any((folder / name).is_file() for name in TABLES)
+
+
+def _unwrapped(folder: Path) -> Path:
+    """Return the folder inside a folder that holds only one of the same name, as some archives do."""
+    files, folders, _ = _entries(folder)
+    return folders[0] if not files and [child.name for child in folders] == [folder.name] else folder
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the sorted images, sub-folders and other files of a folder. Hidden and system files are other files."""
     try:
         children = sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {reason(error)}") from error
-    children = [child for child in children if child.name[0] != "." and child.name.lower() not in SYSTEM_FILES]
-    folders = [child for child in children if child.is_dir()]
-    return [child for child in children if child not in set(folders)], folders
+    images: list[Path] = []
+    folders: list[Path] = []
+    others: list[Path] = []
+    for child in children:
+        hidden = child.name[0] == "." or child.name.lower() in SYSTEM_FILES
+        kind = others if hidden else folders if child.is_dir() else images if is_image_file(child) else others
+        kind.append(child)
+    return images, folders, others
 
 
-def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    """Yield all files below a folder in order. Refuse a folder that was visited before, which a link may cause."""
+def _name_others(folder: Path, others: list[Path]) -> str:
+    return f"; files that are not images: {first_few(_relative(folder, others))}" if others else ""
+
+
+def _relative(folder: Path, paths: list[Path]) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _walk(folder: Path, seen: set[tuple[int, int]], others: list[Path]) -> Iterator[Path]:
+    """Yield all images below a folder in order, and collect other files.
+
+    Refuse a folder that was visited before, which a link may cause.
+    """
     identity = _identity(folder)
     if identity in seen:
         raise DataError(f"{folder} is a link to a folder that was already read; remove the link")
     seen.add(identity)
-    files, folders = _entries(folder)
+    files, folders, rest = _entries(folder)
+    others += rest
     yield from files
     for child in folders:
-        yield from _walk(child, seen)
+        yield from _walk(child, seen, others)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

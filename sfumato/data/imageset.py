@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,13 +134,16 @@ class ImageSet:
         return cls(pixels, encoded, names, soft, units)
 
 
-def shared_images(a: ImageSet, b: ImageSet) -> bool:
-    """Return whether the two sets have an image in common, pixel for pixel."""
-    return a.shape == b.shape and not _digests(a).isdisjoint(_digests(b))
+def shared_images(a: ImageSet, b: ImageSet) -> list[int]:
+    """Return the indices of images in `b` that are also in `a`, pixel for pixel."""
+    if a.shape != b.shape:
+        return []
+    known = set(_digests(a))
+    return [index for index, digest in enumerate(_digests(b)) if digest in known]
 
 
-def _digests(images: ImageSet) -> set[bytes]:
-    return {hashlib.sha256(image).digest() for image in np.ascontiguousarray(images.images.numpy())}
+def _digests(images: ImageSet) -> Iterator[bytes]:
+    return (hashlib.sha256(image).digest() for image in np.ascontiguousarray(images.images.numpy()))
 
 
 def _as_tensor(values: Any, what: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ MAX_CLASSES = 100_000
 MAX_SUGGESTED = 30
 SOFT_LABELS = "soft_labels"  # name of the array or column
 
+SEPARATOR = "|"  # of several labels of one image
+
 Classes = Sequence[str] | int
+SeveralLabels = Literal["combine", "first"]
 
 
 def sort_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -76,6 +79,72 @@ def encode_labels(
     if largest >= len(known):
         raise DataError(f"label {largest} has no class name: only {len(known)} classes are named")
     return torch.from_numpy(values.astype(np.int64)), known
+
+
+def one_label_each(
+    values: Sequence[Any], classes: Sequence[str] | None, several: SeveralLabels, source: str
+) -> list[Any]:
+    """Return one label for each image. Several labels of an image are a list, or a text with `|` between them.
+
+    "combine": each combination is a class, `a|b`. "first": an image belongs to the first of the declared classes that
+    it has a label of. Either way an image is one record of one class.
+    """
+    if not any(isinstance(value, list | tuple) or (isinstance(value, str) and SEPARATOR in value) for value in values):
+        return list(values)
+    parts = [_parts(value, source) for value in values]
+    if several == "combine":
+        return [SEPARATOR.join(sorted(each)) for each in parts]
+    known = _require_classes(classes, sort_names(name for each in parts for name in each), source)
+    found = [next((name for name in known if name in each), None) for each in parts]
+    if None in found:
+        unknown = SEPARATOR.join(sorted(parts[found.index(None)]))
+        raise DataError(f"{source}: an image has the labels {unknown!r}, and none of them is a declared class; add one")
+    return found
+
+
+def split_columns(text: str) -> list[str]:
+    """Return the names of columns that are separated by commas."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def column_labels(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    classes: Sequence[str] | None,
+    several: SeveralLabels,
+    source: str,
+) -> list[Any]:
+    """Return one label for each row of cells. Several columns make a combination, `sex=f|hair=grey`."""
+    if len(columns) == 1:
+        return one_label_each([row[0] for row in rows], classes, several, source)
+    if several == "first":
+        raise DataError(f"{source}: several='first' (--several first) takes one column, not {', '.join(columns)}")
+    return [SEPARATOR.join(f"{name}={cell}" for name, cell in zip(columns, row, strict=True)) for row in rows]
+
+
+def encode_columns(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    names: Sequence[str] | None,
+    classes: Sequence[str] | None,
+    several: SeveralLabels,
+    source: str,
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Encode the labels of rows of cells. `names`: the names that the source has for the indices in its cells."""
+    known = names or classes
+    if names is not None and any(isinstance(row[0], list | tuple) for row in rows):
+        rows = [[[names[index] for index in row[0]]] for row in rows]
+        known = classes or (names if several == "first" else None)  # combinations of names have to be declared
+    return encode_labels(column_labels(columns, rows, known, several, source), known, source)
+
+
+def _parts(value: Any, source: str) -> set[str]:
+    """Return the labels of one image as distinct names."""
+    texts = value.split(SEPARATOR) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    names = {str(text).strip() for text in texts} - {""}
+    if not names:
+        raise DataError(f"{source}: an image has no label; {UNLABELLED_HINT}")
+    return names
 
 
 def encode_soft_labels(values: Any) -> torch.Tensor:

@@ -12,12 +12,13 @@ import torch
 from sfumato.data.errors import DataError
 from sfumato.data.labels import to_text
 
-FOLDER, LEVEL, REGEX = "folder", "folder:", "regex:"
+OPTIONS = {"person": "person= (--person)", "label": "label_column= (--label-column)"}  # for error messages
+FOLDER, LEVEL, REGEX, FILE, DICOM = "folder", "folder:", "regex:", "file", "dicom:"
 
 
 def reads_paths(person: str | None) -> bool:
-    """Return whether the person is read from file paths, and not from a column, array or key."""
-    return person is not None and (person == FOLDER or person.startswith((LEVEL, REGEX)))
+    """Return whether the person is read from files or their paths, and not from a column, array or key."""
+    return person is not None and (person in (FOLDER, FILE) or person.startswith((LEVEL, REGEX, DICOM)))
 
 
 def refuse_persons(person: str | None, source: str) -> None:
@@ -27,17 +28,19 @@ def refuse_persons(person: str | None, source: str) -> None:
         raise DataError(f"person={person!r} (--person): {source} does not store persons; use {where}")
 
 
-def persons_of_paths(paths: Sequence[str], person: str, *, classes: bool) -> list[str]:
-    """Read the person of each file from its path below the source folder.
+def persons_of_paths(paths: Sequence[str], person: str, *, classes: bool, what: str = "person") -> list[str]:
+    """Read the person (or another `what`, by the same rules) of each file from its path below the source folder.
 
     Equal names are the same person, also in different class folders. `classes`: level 1 is the class folder.
     """
     if not reads_paths(person):
-        ways = f"person='{FOLDER}', '{LEVEL}K' or '{REGEX}PATTERN'"
+        ways = f"person='{FOLDER}', '{LEVEL}K', '{FILE}', '{REGEX}PATTERN' or '{DICOM}PatientID'"
         raise DataError(f"person={person!r} (--person) names a column, and this folder has no labels.csv; pass {ways}")
+    if person == FILE:
+        return list(paths)
     if person.startswith(REGEX):
-        return _apply_rule(paths, _regex_rule(person))
-    return _apply_rule(paths, _folder_rule(person, classes))
+        return _apply_rule(paths, _regex_rule(person, what), what)
+    return _apply_rule(paths, _folder_rule(person, classes, what), what)
 
 
 def encode_persons(values: Any) -> torch.Tensor:
@@ -63,23 +66,23 @@ def person_name(value: Any, place: str) -> str:
     return str(value)
 
 
-def _apply_rule(paths: Sequence[str], find: Callable[[str], str | None]) -> list[str]:
+def _apply_rule(paths: Sequence[str], find: Callable[[str], str | None], what: str) -> list[str]:
     found = []
     for path in paths:
-        person = find(path)
-        if not person:
-            raise DataError(f"{path} has no person: its path does not match person= (--person)")
-        found.append(person)
+        value = find(path)
+        if not value:
+            raise DataError(f"{path} has no {what}: its path does not match {OPTIONS[what]}")
+        found.append(value)
     return found
 
 
-def _regex_rule(person: str) -> Callable[[str], str | None]:
+def _regex_rule(person: str, what: str) -> Callable[[str], str | None]:
     try:
         pattern = re.compile(person.removeprefix(REGEX))
     except re.error as error:
-        raise DataError(f"person={person!r} (--person) is not a regular expression: {error}") from error
+        raise DataError(f"{person!r} for {OPTIONS[what]} is not a regular expression: {error}") from error
     if pattern.groups != 1:
-        raise DataError(f"person={person!r} (--person) needs exactly one group, which captures the person")
+        raise DataError(f"{person!r} for {OPTIONS[what]} needs exactly one group, which captures the {what}")
 
     def find(path: str) -> str | None:
         match = pattern.search(path)
@@ -88,10 +91,10 @@ def _regex_rule(person: str) -> Callable[[str], str | None]:
     return find
 
 
-def _folder_rule(person: str, classes: bool) -> Callable[[str], str | None]:
+def _folder_rule(person: str, classes: bool, what: str) -> Callable[[str], str | None]:
     number = person.removeprefix(LEVEL)
     if person != FOLDER and not (number.isascii() and number.isdigit() and int(number) >= 1):
-        raise DataError(f"person={person!r} (--person): the folder level must be an integer from 1")
+        raise DataError(f"{person!r} for {OPTIONS[what]}: the folder level must be an integer from 1")
 
     def find(path: str) -> str | None:
         folders = path.split("/")[:-1]

@@ -17,6 +17,7 @@ import torch
 from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.atomic import write_json
 from sfumato.evaluate.fidelity import fidelity
+from sfumato.evaluate.meanings import chance_of
 from sfumato.evaluate.utility import Recipe, aligned, downstream_accuracy
 from sfumato.features import FeatureNetwork, Features, features, load_feature_network
 
@@ -80,6 +81,7 @@ def evaluate(
     metrics: dict[str, Any] = {"protocol": _describe_protocol(profile, chosen, synthetic)}
     if synthetic.labelled:
         metrics["utility"] = _utility(synthetic, test, chosen, device)
+        metrics["chance"] = {"accuracy": chance_of(metrics)}
     if network is not None:
         metrics["fidelity"] = fidelity(
             synthetic, real if real is not None else test, network, device=device, sample=chosen.sample

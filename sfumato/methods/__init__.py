@@ -3,7 +3,7 @@
 from sfumato.methods.as_published.published_dp_kernel import PublishedKernelGenerator
 from sfumato.methods.as_published.published_pge import PublishedGradientEstimation
 from sfumato.methods.atelier import Atelier
-from sfumato.methods.base import Setting, Synthesizer, constant
+from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.dm import DistributionMatching
 from sfumato.methods.dp_diffusion import DPDiffusion
 from sfumato.methods.dp_kernel import KernelGenerator
@@ -12,6 +12,7 @@ from sfumato.methods.dp_mepf import PerceptualEmbedding
 from sfumato.methods.dp_merf import MeanEmbedding
 from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
+from sfumato.methods.parameters import Setting
 from sfumato.methods.pge import GradientEstimation
 from sfumato.methods.registry import METHODS, create, list_methods, load, register
 

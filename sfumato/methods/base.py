@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -24,9 +23,23 @@ from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import GradientVault, Performance, calibrate
 from sfumato.engine.kept_results import KeptResults
 from sfumato.methods.checkpoints import Checkpoints, remove_checkpoint
+from sfumato.methods.parameters import (
+    Setting,
+    allocate,
+    as_json,
+    as_stored,
+    as_tuple,
+    check_like,
+    check_run_folder,
+    chosen_device,
+    list_settings,
+    nearest_name,
+    usable_device,
+)
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.budget import Adjacency, Unit
 from sfumato.privacy.vault import MAX_PER_PERSON
+from sfumato.progress import bar
 
 FORMAT = "sfumato-model/2"
 AUTO, NO_PRESET = "auto", "default"
@@ -41,15 +54,6 @@ def constant(default: Any) -> Any:
 
 class NotFittedError(ValueError):
     """The model must be fitted first."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a method (NAME, or NAME.FIELD), its value, and its source: `given`, `default` or `preset NAME`."""
-
-    name: str
-    value: Any
-    source: str
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,21 +158,7 @@ class Synthesizer(ABC):
 
     def settings(self, public: PublicFacts) -> list[Setting]:
         """Return every setting that a fit on such data uses, and where it comes from."""
-        applied = self._preset_values(public)
-        found = []
-        for each in fields(self):
-            source, value = "given" if each.name in self._given else "default", getattr(self, each.name)
-            if each.name in applied:
-                preset, value = applied[each.name]
-                source = f"preset {preset}"
-            if not is_dataclass(value):
-                found.append(Setting(each.name, value, source))
-                continue
-            for part in fields(value):  # NAME.FIELD; a preset is the source of what it changes only
-                own = getattr(value, part.name)
-                same = own == getattr(each.default, part.name)
-                found.append(Setting(f"{each.name}.{part.name}", own, "default" if same else source))
-        return found
+        return list_settings(self, self._given, self._preset_values(public))
 
     def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:
         """Return {setting: (preset, value)} for the presets that apply."""
@@ -236,6 +226,9 @@ class Synthesizer(ABC):
         - max_per_person: public cap on the images of a person that are used, where images have persons.
         - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
         """
+        if not isinstance(images, ImageSet):
+            raise DataError(f"fit takes an ImageSet, not a {type(images).__name__}; read it with load_images first")
+        usable_device(self.device)
         public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
         if sign is not None:
             signing.sign("", sign)  # a key that does not work is found before anything is spent
@@ -276,16 +269,8 @@ class Synthesizer(ABC):
         if account is not None and not resume and (refusal := account.refusal(plan)):
             raise BudgetExceeded(refusal)  # before there is a ledger
         facts = {**asdict(public), **self._facts(public)}
-        if folder is not None and not started(folder) and (folder / "certificate.json").exists():
-            raise DataError(f"{folder} holds a saved model; choose another folder")
-        if folder is not None and started(folder):
-            if not resume:
-                raise DataError(
-                    f"{folder} holds a run already; continue it with resume=True (--resume) or choose another folder"
-                )
-            if (folder / "certificate.json").exists():
-                remove_checkpoint(folder)
-                raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
+        if folder is not None:
+            check_run_folder(folder, resume)
         self._forget()
         with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger, ExitStack() as stack:
             kept = None if folder is None else stack.enter_context(closing(KeptResults(folder, ledger)))
@@ -293,7 +278,7 @@ class Synthesizer(ABC):
                 images,
                 plan,
                 ledger=ledger,
-                facts={"method": self.key, "parameters": self._json_params(), "public_facts": _plain(facts)},
+                facts={"method": self.key, "parameters": self._json_params(), "public_facts": as_json(facts)},
                 kept=kept,
                 account=account,
                 device=self.torch_device,
@@ -328,7 +313,11 @@ class Synthesizer(ABC):
             wanted = self._labels(n, labels)
             generator = torch.Generator(device=self.torch_device).manual_seed(seed)
             batches = torch.split(wanted, self.sample_batch)
-            parts = [to_bytes(self._sample(part.to(self.torch_device), generator)).cpu() for part in batches]
+            parts: list[torch.Tensor] = []
+            with bar("drawing images") as advance:
+                for part in batches:
+                    parts.append(to_bytes(self._sample(part.to(self.torch_device), generator)).cpu())
+                    advance(sum(map(len, parts)), n)
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
 
     def score(self, images: ImageSet, *, label: int | str | None = None, **options: Any) -> torch.Tensor:
@@ -383,7 +372,7 @@ class Synthesizer(ABC):
         files = {
             name: fact for name, fact in self._facts(public).items() if isinstance(fact, dict) and "sha256" in fact
         }
-        if changed := [name for name, fact in files.items() if stated.get(name) != _plain(fact)]:
+        if changed := [name for name, fact in files.items() if stated.get(name) != as_json(fact)]:
             raise DataError(f"the public {changed[0]!r} is not the one that the certificate names; nothing was drawn")
         self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
         return self
@@ -405,8 +394,8 @@ class Synthesizer(ABC):
         known = [each.name for each in fields(cls) if each.init]
         for name in params:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+                near = nearest_name(name, known)
+                hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
                 raise ValueError(f"{cls.key} has no parameter {name!r}{hint}")
 
     def validate(self) -> Self:
@@ -417,11 +406,10 @@ class Synthesizer(ABC):
             name, value = each.name, getattr(self, each.name)
             if name in words and value not in get_args(words[name]):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(words[name])))}, got {value!r}")
-            _check_like(name, value, each.default, zero=name in self.may_be_zero)
+            check_like(name, value, each.default, zero=name in self.may_be_zero)
         if self.preset not in (AUTO, NO_PRESET, *self.presets):
-            raise ValueError(
-                f"preset must be one of {', '.join((AUTO, NO_PRESET, *self.presets))}, got {self.preset!r}"
-            )
+            known = ", ".join((AUTO, NO_PRESET, *self.presets))
+            raise ValueError(f"preset must be one of {known}, got {self.preset!r}")
         chosen_device(self.device)
         return self
 
@@ -434,8 +422,8 @@ class Synthesizer(ABC):
     def _json_params(self) -> dict[str, Any]:
         """Return all settings, constants included, as JSON holds them; `from_json` reads them back."""
         kinds = {each.name: type(each.default) for each in fields(self)}
-        params = {name: _cast(getattr(self, name), kind) for name, kind in kinds.items()}
-        return _plain({name: "inf" if value == math.inf else value for name, value in params.items()})
+        params = {name: as_stored(getattr(self, name), kind) for name, kind in kinds.items()}
+        return as_json({name: "inf" if value == math.inf else value for name, value in params.items()})
 
     def json_settings(self, public: PublicFacts) -> dict[str, Any]:
         """Return every setting that a fit on such data uses, as the certificate records them."""
@@ -452,9 +440,9 @@ class Synthesizer(ABC):
             default = known[name].default
             if is_dataclass(default) and isinstance(value, dict):
                 kind: Any = type(default)
-                read[name] = kind(**{part: _tuple(each) for part, each in value.items()})
+                read[name] = kind(**{part: as_tuple(each) for part, each in value.items()})
             else:
-                read[name] = math.inf if value == "inf" else _tuple(value)
+                read[name] = math.inf if value == "inf" else as_tuple(value)
         model = cls(**{name: value for name, value in read.items() if known[name].init})
         for name, value in read.items():
             if not known[name].init:
@@ -499,7 +487,7 @@ class Synthesizer(ABC):
     def _labels(self, n: int, labels: int | str | Sequence[int] | None) -> torch.Tensor:
         classes = self._fitted().classes
         if labels is None:
-            return _allocate(n, self._proportions())
+            return allocate(n, self._proportions())
         if isinstance(labels, str):
             if labels not in classes:
                 raise ValueError(f"there is no class {labels!r}; there are {', '.join(classes)}")
@@ -510,73 +498,3 @@ class Synthesizer(ABC):
         if wanted.min() < 0 or wanted.max() >= len(classes):
             raise ValueError(f"labels must lie between 0 and {len(classes) - 1}")
         return wanted
-
-
-def chosen_device(name: str) -> torch.device:
-    """Return the device of that name; `auto`: a GPU if there is one."""
-    if not isinstance(name, str):
-        raise ValueError(f"device must be text, got {name!r}")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
-
-
-def started(folder: Path) -> bool:
-    """Return whether a run has written anything to its ledger there."""
-    ledger = folder / "ledger.jsonl"
-    return ledger.exists() and ledger.stat().st_size > 0
-
-
-def _check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> None:
-    """Raise unless a value has its default's type; numbers must be positive (or zero, if allowed), except the seed."""
-    if is_dataclass(default):
-        if type(value) is not type(default):
-            raise ValueError(f"{name} must be a {type(default).__name__}, got {value!r}")
-    elif isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-    elif isinstance(default, int | float):
-        whole = isinstance(default, int)
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
-        if name != "seed" and not (value > 0 or (zero and value == 0)):
-            raise ValueError(f"{name} must be {'0 or greater' if zero else 'greater than 0'}, got {value!r}")
-    elif isinstance(default, tuple):
-        if not isinstance(value, list | tuple) or len(value) != len(default):
-            raise ValueError(f"{name} must be {len(default)} numbers, got {value!r}")
-        for part, like in zip(value, default, strict=True):
-            _check_like(name, part, like, zero=zero)
-    elif isinstance(default, str) and not isinstance(value, str):
-        raise ValueError(f"{name} must be text, got {value!r}")
-
-
-def _allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
-    """Return `n` labels in these proportions, by largest remainders, in class order."""
-    shares = proportions.double().clamp_min(0)
-    shares = n * shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, n / len(shares))
-    counts = shares.floor().long()
-    order = (shares - counts).argsort(descending=True, stable=True)
-    counts[order[: n - int(counts.sum())]] += 1
-    return torch.repeat_interleave(torch.arange(len(counts)), counts)
-
-
-def _cast(value: Any, kind: type) -> Any:
-    """Return a setting as its type: 1 and 1.0 are one setting, so that a ledger made with either can be resumed."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if kind is tuple:
-        return [float(part) for part in value]
-    return float(value) if kind is float else value
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content as it will be read back: JSON has lists where Python has tuples."""
-    plain: dict[str, Any] = json.loads(json.dumps(content, allow_nan=False))
-    return plain

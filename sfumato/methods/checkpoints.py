@@ -6,7 +6,10 @@ into it, so that at every instant state and kept results together hold all that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,31 @@ from sfumato.progress import bar
 
 FILE = "checkpoint.safetensors"
 INTERVALS = 20  # of a loop
+
+
+@dataclass
+class Stopwatch:
+    """Runs the first steps of each loop only, and extrapolates the time of the whole; see `methods/timing.py`."""
+
+    steps: int = 3
+    measured: float = 0.0
+    expected: float = 0.0
+
+    def time(self, name: str, total: int) -> Iterator[int]:  # noqa: ARG002
+        """Yield the first steps of a loop; the first one warms up and does not count."""
+        before = time.perf_counter()
+        first = later = 0.0
+        for step in range(min(total, self.steps)):
+            yield step
+            now = time.perf_counter()
+            first, later = (now - before, later) if step == 0 else (first, later + now - before)
+            before = now
+        counted = min(total, self.steps) - 1
+        self.measured += first + later
+        self.expected += first + (later / counted if counted else first) * (total - 1)
+
+
+stopwatch: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 
 
 class Checkpoints:
@@ -45,6 +73,10 @@ class Checkpoints:
         `parts` is all that a step changes. They are restored in place before the first step, and written to disk after
         each twentieth of the steps.
         """
+        watch = stopwatch.get()
+        if watch is not None:
+            yield from watch.time(name, total)
+            return
         start, interval = self._restore(name, parts), max(1, total // INTERVALS)
         with bar(name) as advance:
             for step in range(start, total):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from inspect import isabstract
+from inspect import cleandoc, isabstract
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sfumato.certificate.issue import content_digest, file_digest
 from sfumato.data import DataError, PublicFacts
-from sfumato.methods.base import FORMAT, Synthesizer, chosen_device
+from sfumato.methods.base import FORMAT, Synthesizer
+from sfumato.methods.parameters import chosen_device, usable_device
 
 DEFAULT = "auto"
 DEFAULT_BY_DEVICE = {"cuda": "atelier", "cpu": "dp-merf"}  # most accurate within a few minutes, as measured
@@ -67,6 +69,25 @@ def list_methods() -> list[MethodInfo]:
     return [MethodInfo(m.key, m.paper, m.summary, m.guarantee) for m in METHODS.values()]
 
 
+def describe_parameters(key: str) -> list[dict[str, Any]]:
+    """Return the parameters of a method: name, default, and the text of its docstring."""
+    kind = method_type(key)
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        text = cleandoc(vars(base).get("__doc__") or "")
+        for names, described in re.findall(r"^- ([\w, ]+): (.*(?:\n  .*)*)", text, re.MULTILINE):
+            texts |= dict.fromkeys(names.split(", "), " ".join(described.split()))
+    known = [each for each in fields(kind) if each.init]
+    values = [
+        asdict(each.default) if is_dataclass(each.default) and not isinstance(each.default, type) else each.default
+        for each in known
+    ]
+    names = [each.name for each in known]
+    return [
+        {"name": name, "default": value, "what": texts.get(name, "")} for name, value in zip(names, values, strict=True)
+    ]
+
+
 def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
     """Return a method by its key, with parameters by name.
 
@@ -84,6 +105,7 @@ def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
 def load(folder: str | Path, *, device: str = "auto") -> Synthesizer:
     """Return the model that `fit` or `save` wrote to `folder`."""
     source = Path(folder)
+    usable_device(device)
     try:
         content = json.loads((source / "config.json").read_text("utf-8"))
         if content["format"] != FORMAT:

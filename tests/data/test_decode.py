@@ -115,6 +115,29 @@ def test_high_bit_depth_values_out_of_range_are_refused(tmp_path, values, messag
     assert "1x.tif" in str(caught.value)
 
 
+def test_a_declared_range_replaces_the_full_one(tmp_path):
+    values = np.array([[0, 1000, 2047, 4095]], np.uint16)
+    with pytest.warns(DataWarning, match=r"no value above 4095.*12-bit.*\(--range 0,4095\)"):
+        assert read_two(tmp_path, Image.fromarray(values), "x.png")[0].max() == 16
+    assert load_images(tmp_path, labels=False, value_range=(0, 4095)).images[0, 0].tolist() == [[0, 62, 127, 255]]
+    with pytest.raises(DataError, match="two numbers, the lower one first"):
+        load_images(tmp_path, labels=False, value_range=(9, 3))
+
+
+def test_floats_outside_the_unit_range_are_read_with_a_declared_range(tmp_path):
+    values = np.array([[-1000.0, 40, 400]], np.float32)
+    assert read_two(tmp_path, Image.fromarray(values), "x.tif", value_range=(-160, 240))[0].tolist() == [[0, 128, 255]]
+
+
+def test_heic_is_read(tmp_path):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    for number in (1, 2):
+        pillow_heif.from_pillow(Image.fromarray(RED).resize((64, 64))).save(tmp_path / f"{number}.heic", quality=90)
+    got = load_images(tmp_path, labels=False)
+    assert got.shape == (3, 64, 64)
+    assert np.abs(got.images[0].float().mean((1, 2)).numpy() - RED[0, 0]).max() < 6
+
+
 def test_floats_in_unit_range_are_read(tmp_path):
     values = np.array([[0, 0.5, 1]], np.float32)
     assert read_two(tmp_path, Image.fromarray(values), "x.tif")[0].tolist() == [[0, 128, 255]]
@@ -267,7 +290,7 @@ def test_skip_omits_and_counts_broken_files(class_folder, pixels):
 
 
 def test_nothing_readable_is_an_error_even_when_skipping(tmp_path):
-    for name in ("a", "b"):
+    for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(b"text")
     with pytest.warns(DataWarning), pytest.raises(DataError, match="no image could be read"):
         load_images(tmp_path, labels=False, on_error="skip")
@@ -306,8 +329,8 @@ def test_damaged_avif_is_named(class_folder):
 
 
 def test_pillow_warnings_as_errors_name_the_file(class_folder, monkeypatch):
-    def warn(image, in_place):
-        warnings.warn(f"odd metadata in {image.size}, {in_place}", UserWarning, stacklevel=1)
+    def warn(image):
+        warnings.warn(f"odd metadata in {image.size}", UserWarning, stacklevel=1)
 
     monkeypatch.setattr("PIL.ImageOps.exif_transpose", warn)
     with pytest.raises(DataError, match=r"a/0\.png cannot be read: odd metadata"):

@@ -36,7 +36,8 @@ def test_nested_files_unicode_names_and_system_files(class_folder, pixels):
     (class_folder / "__MACOSX").mkdir()
     (class_folder / "__MACOSX" / "a.png").write_bytes(b"system")
     (class_folder / ".git").mkdir()
-    got = load_images(class_folder)
+    with pytest.warns(DataWarning, match=r"7 in all: \.db \(2\), \.DS_Store"):
+        got = load_images(class_folder)
     assert got.classes == ("Zoë 日本 🙂", "a", "b")
     assert got.labels.tolist() == [0, 1, 1, 2, 2]
     assert np.array_equal(got.images[0, 0].numpy(), pixels[9])
@@ -152,12 +153,80 @@ def test_images_beside_class_folders(class_folder, on_error):
         load_images(class_folder, on_error=on_error)
 
 
-def test_other_files_beside_class_folders(class_folder):
-    (class_folder / "README.txt").write_text("notes")
-    with pytest.raises(DataError, match=r"README\.txt"):
-        load_images(class_folder)
-    with pytest.warns(DataWarning, match=r"skipped 1 unreadable: README\.txt"):
-        assert len(load_images(class_folder, on_error="skip")) == 4
+def test_files_that_are_not_images_are_left_out_by_name(class_folder, pixels):
+    for name in ("README.txt", "a/notes.txt", "a/table.csv", "b/checksums", "b/slide.svs"):
+        (class_folder / name).write_bytes(b"no picture")
+    Image.fromarray(pixels[5]).save(class_folder / "b" / "2", "png")  # an image without a suffix
+    with pytest.warns(DataWarning, match=r"5 in all: \.txt \(2\), \.csv \(1\), checksums \(1\), \.svs \(1\)"):
+        got = load_images(class_folder)
+    assert got.labels.tolist() == [0, 0, 1, 1, 1]
+    assert np.array_equal(got.images[4, 0].numpy(), pixels[5])
+
+
+def test_a_folder_without_images_names_what_it_holds(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=r"no images; files that are not images: a\.pdf"):
+        load_images(tmp_path, labels=False)
+
+
+@pytest.mark.parametrize("names", [("seg_train", "seg_test"), ("Training", "Testing"), ("train", "validation", "test")])
+def test_split_folders_of_other_names_are_no_classes(class_folder, tmp_path, names):
+    whole = tmp_path / "whole"
+    for name in names:
+        for kind in ("a", "b"):
+            (whole / name / name / kind).mkdir(parents=True)  # some archives repeat the name
+            Image.new("L", (8, 8), 9).save(whole / name / name / kind / "x.png")
+    assert load_images(whole).classes == ("a", "b")
+    assert len(load_images(whole, split="test")) == 2
+
+
+def test_the_parent_of_class_folders_is_named(class_folder, tmp_path):
+    (tmp_path / "archive").mkdir()
+    class_folder.rename(tmp_path / "archive" / "scans")
+    with pytest.raises(DataError, match=r"if the classes are a, b, pass .*archive/scans; else name all classes"):
+        load_images(tmp_path / "archive")
+
+
+def test_labels_from_a_folder_level_or_a_pattern(tmp_path, pixels):
+    for number, name in enumerate(("north/cyst", "north/none", "south/cyst")):
+        (tmp_path / name).mkdir(parents=True)
+        Image.fromarray(pixels[number]).save(tmp_path / name / f"{number}.png")
+    for rule in ("folder:2", "regex:/(cyst|none)/", "folder"):
+        with pytest.raises(DataError, match=r"does not declare its classes.*--classes cyst,none"):
+            load_images(tmp_path, label_column=rule)
+        got = load_images(tmp_path, label_column=rule, classes=["none", "cyst"])
+        assert got.labels.tolist() == [1, 0, 1]
+    with pytest.raises(DataError, match=r"has no label: its path does not match label_column= \(--label-column\)"):
+        load_images(tmp_path, label_column="folder:4", classes=2)
+    with pytest.raises(DataError, match=r"has no columns; it needs a table labels\.csv"):
+        load_images(tmp_path, label_column="diagnosis", classes=2)
+
+
+def test_a_label_column_by_name_and_combinations(tmp_path):
+    text = "file_name,sex,finding\nx,f,cyst|edema\ny,m,edema\n"  # without the suffix .png
+    folder = write_csv(tmp_path / "c", text)
+    (folder / "labels.csv").rename(folder / "metadata.csv")
+    assert load_images(folder, label_column="Sex", classes=["f", "m"]).labels.tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"--classes 'cyst\|edema,edema'"):
+        load_images(folder, label_column="finding")
+    combined = load_images(folder, label_column="finding", classes=["edema", "cyst", "cyst|edema"])
+    assert combined.labels.tolist() == [2, 0]
+    first = {"label_column": "finding", "several_labels": "first"}
+    assert load_images(folder, classes=["cyst", "edema"], **first).labels.tolist() == [0, 1]
+    assert load_images(folder, classes=["edema", "cyst"], **first).labels.tolist() == [0, 0]
+    with pytest.raises(DataError, match=r"labels 'edema', and none of them is a declared class"):
+        load_images(folder, classes=["cyst", "none"], **first)
+    both = load_images(folder, label_column="sex,finding", classes=["sex=m|finding=edema", "sex=f|finding=cyst|edema"])
+    assert both.labels.tolist() == [1, 0]
+
+
+def test_a_table_that_does_not_match_the_folder_can_be_skipped(tmp_path):
+    folder = write_csv(tmp_path / "c", "file,label\nx.png,a\ngone.png,b\n")
+    with (
+        pytest.warns(DataWarning, match=r"skipped 2 unreadable: gone\.png, y\.png"),
+        pytest.raises(DataError, match="single image"),
+    ):
+        load_images(folder, classes=["a", "b"], on_error="skip")
 
 
 def test_an_empty_class_folder_is_a_class(class_folder):

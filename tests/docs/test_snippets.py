@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato import cli, cli_prior, synthesize
+from sfumato import cli, priors, synthesize
 from sfumato.data import DataWarning, ImageSet, PublicFacts, load
 from sfumato.data.named import read_digits
 from sfumato.evaluate import Accuracy, Recipe, downstream_accuracy, protocol
@@ -113,7 +113,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         small = replace(settings, steps=STEPS, batch_size=4, widths=(8, 8), context=8, attention=1)
         return train_prior(*given, settings=small, **options)
 
-    monkeypatch.setattr(cli_prior, "train_prior", small_prior)
+    monkeypatch.setattr(priors, "train_prior", small_prior)
     monkeypatch.setattr(Checkpoints, "loop", short_loop)
     monkeypatch.setattr(Synthesizer, "_resolved", small_resolved)
     monkeypatch.setattr(load, "read_digits", few_digits)

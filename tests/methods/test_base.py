@@ -14,7 +14,8 @@ import torch
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.engine import GradientVault
-from sfumato.methods.base import NotFittedError, Synthesizer, _allocate
+from sfumato.methods.base import NotFittedError, Synthesizer
+from sfumato.methods.parameters import allocate
 from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 
@@ -163,10 +164,10 @@ def test_sampling(fitted: Synthesizer) -> None:
 
 def test_allocation_adds_up() -> None:
     for n in (1, 7, 100):
-        labels = _allocate(n, torch.tensor([3.0, -2.0, 1.5, 0.2]))
+        labels = allocate(n, torch.tensor([3.0, -2.0, 1.5, 0.2]))
         assert len(labels) == n
         assert 1 not in labels
-    assert torch.bincount(_allocate(10, torch.zeros(5))).tolist() == [2] * 5
+    assert torch.bincount(allocate(10, torch.zeros(5))).tolist() == [2] * 5
 
 
 def test_saving_and_loading(fitted: Synthesizer, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""The commands `sfumato evaluate` and `sfumato ood`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from sfumato.cli_options import (
+    AfterFit,
+    Classes,
+    Device,
+    Json,
+    OnError,
+    Seed,
+    Split,
+    Unlabelled,
+    parse_assignments,
+    read_images,
+    read_like,
+    read_synthetic,
+    size_and_mode,
+)
+
+NO_NETWORK = ". Or pass --network none, to measure utility only"
+
+
+def evaluate(
+    sets: Annotated[list[str], typer.Argument(help="Synthetic sets: folders that synth wrote, or any image sets.")],
+    test: Annotated[str, typer.Option(help="Compare with these real images. This declares them public.")],
+    train: Annotated[
+        str | None,
+        typer.Option(
+            help="Find nearest neighbours among these private images. Results go to the folder private/ only."
+        ),
+    ] = None,
+    profile: Annotated[str, typer.Option(help="Choose the profile: quick, full or condensed.")] = "quick",
+    reference: Annotated[
+        str | None, typer.Option(help="Measure these public real images, too, for comparison.")
+    ] = None,
+    network: Annotated[
+        str, typer.Option(help="Choose the feature network for fidelity: effnet_lite0, inception or none.")
+    ] = "effnet_lite0",
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write all results to this JSON file, and a preview of each set.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(help="Crop and resize the synthetic images to this many pixels.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Convert the synthetic images to grey or rgb.")] = None,
+    unlabelled: Unlabelled = False,
+    classes: Classes = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure utility and fidelity of synthetic sets against public test images."""
+    from sfumato import console
+    from sfumato.data import DataError, contact_sheet
+    from sfumato.data.atomic import write_json
+    from sfumato.evaluate import compare, measure_private
+    from sfumato.methods.parameters import usable_device
+    from sfumato.synthesize import check_disjoint, check_sources
+
+    computing = usable_device(device)
+    if train is not None:
+        check_sources(train, "train", test)
+    options = {"size": size, "mode": mode, "unlabelled": unlabelled, "classes": classes}
+    loaded = {name: read_synthetic(name, **options) for name in sets}
+    first = next(iter(loaded.values()))
+    held_out = read_like(test, first, "test")
+    private = None if train is None else read_like(train, first, "train")
+    if reference is not None:
+        loaded[f"{reference} (real)"] = read_like(reference, first, "train")
+    if private is not None:
+        for public in (held_out, *list(loaded.values())[len(sets) :]):
+            check_disjoint(private, public)
+    feature_network = None if network == "none" else network
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=computing)
+        except DataError as error:
+            hint = "" if feature_network is None or "pip install" not in str(error) else NO_NETWORK
+            raise DataError(f"{error}{hint}") from error
+        if private is not None:
+            measure_private(first, private, (target.parent if target is not None else Path()) / "private")
+    console.print_warnings(caught)
+    if target is not None:
+        write_json(target, found)
+        for number, images in enumerate(loaded.values(), 1):
+            contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
+    console.print_json(found) if as_json else console.print_comparison(found)
+
+
+def ood(
+    run: Annotated[Path, typer.Argument(help="Folder that fit or synth wrote, with a method that scores (dp-lflow).")],
+    data: Annotated[str, typer.Argument(help="Images to score. They are resized to the shape of the model.")],
+    label: Annotated[
+        str | None, typer.Option(help="Score as images of this class.", show_default="mixture of all classes")
+    ] = None,
+    inliers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Declare a class of the images as inliers; repeatable. All other classes are outliers.",
+            show_default="class of --label, if the images have it",
+        ),
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="Test each class of the model against all others, and print the average.")
+    ] = False,
+    false_alarms: Annotated[
+        float, typer.Option(help="Set the threshold so that this share of synthetic images lies below it.")
+    ] = 0.05,
+    samples: Annotated[int, typer.Option(min=20, help="Draw this many synthetic images for the threshold.")] = 2000,
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write scores.json, scores.png and least_likely.png to this folder."),
+    ] = None,
+    params: AfterFit = None,
+    split: Split = "test",
+    unlabelled: Unlabelled = False,
+    on_error: OnError = "raise",
+    classes: Classes = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Detect images that differ from the training images, by their log-likelihood.
+
+    The threshold comes from synthetic images, so the certificate of the model covers it.
+    Scores describe the scored images: protect them if these images are private.
+    """
+    from sfumato import console
+    from sfumato.evaluate import detect, detect_each, write_detections
+    from sfumato.methods.registry import load
+
+    if each and (label or inliers):
+        raise typer.BadParameter("--each tests all classes; leave out --label and --inliers")
+    model = load(run, device=device)
+    size, mode = size_and_mode(model.public_.shape)
+    images = read_images(
+        data, size=size, mode=mode, split=split, unlabelled=unlabelled, classes=classes, on_error=on_error
+    )
+    options = {"false_alarms": false_alarms, "samples": samples, "seed": seed, **parse_assignments(params)}
+    if each:
+        found = detect_each(model, images, **options)
+    else:
+        found = {label or "all classes": detect(model, images, label=label, inliers=inliers or (), **options)}
+    if target is not None:
+        write_detections(images, found, target)
+    if as_json:
+        return console.print_json({name: detection.to_dict() for name, detection in found.items()})
+    console.print_detections(found, false_alarms)
+    if target is not None:
+        console.out.print(f"scores, histograms and least likely images: {escape(str(target))}")
