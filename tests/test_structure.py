@@ -40,11 +40,12 @@ LAYERS = (
     ("certificate",),
     ("methods",),
     ("advice", "evaluate", "testing"),
+    ("audit",),
     ("root",),
     ("synthesize",),
     ("console", "demo"),
     ("cli_options",),
-    ("cli_prior",),
+    ("cli_audit", "cli_prior"),
     ("cli",),
     ("__main__",),
 )
