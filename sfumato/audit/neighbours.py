@@ -61,7 +61,7 @@ def outlier() -> Neighbours:
     """An image with the largest contrast against constant images; it is alone in its class."""
     labels = torch.arange(8) % 4
     grey = torch.full((8, 1, 8, 8), GREY, dtype=torch.uint8)
-    return _added(ImageSet(grey, labels, ("0", "1", "2", "3", "4")), checkerboard((1, 8, 8)), 4)
+    return _added(ImageSet(grey, labels, ("0", "1", "2", "3", "4")), contrast((1, 8, 8)), 4)
 
 
 def mislabelled() -> Neighbours:
@@ -82,18 +82,18 @@ def person() -> Neighbours:
     digits = digits_of(10, 10)
     assert digits.labels is not None
     persons, pixels = torch.arange(len(digits)) % 4, digits.images.clone()
-    pixels[persons == 0] = checkerboard(digits.shape)
+    pixels[persons == 0] = contrast(digits.shape)
     labels = torch.where(persons == 0, 2, digits.labels)
     whole = ImageSet(pixels, labels, (*digits.classes, "2"), persons=persons)
     others = (persons != 0).nonzero()[:, 0]
     return Neighbours(whole, whole.subset(others), 0, others)
 
 
-def checkerboard(shape: tuple[int, int, int]) -> torch.Tensor:
-    """Return an image of black and white pixels in turn, uint8."""
-    _, height, width = shape
-    squares = torch.arange(height)[:, None] + torch.arange(width)
-    return (squares % 2 * 255).byte().expand(shape).clone()
+def contrast(shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return an image that is half white and half black, uint8: extreme, and easy to learn."""
+    image = torch.zeros(shape, dtype=torch.uint8)
+    image[:, :, : shape[2] // 2] = 255
+    return image
 
 
 def _added(base: ImageSet, image: torch.Tensor, label: int) -> Neighbours:
