@@ -21,6 +21,8 @@ from sfumato import console
 from sfumato.advice import warnings_for
 from sfumato.certificate import signing
 from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.cli_audit import EPILOG as AUDIT_EPILOG
+from sfumato.cli_audit import audit
 from sfumato.cli_options import (
     AdjacencyOption,
     AfterFit,
@@ -368,6 +370,8 @@ def verify(
     if not result.ok:
         raise typer.Exit(1)
 
+
+app.command(epilog=AUDIT_EPILOG)(audit)
 
 key_app = typer.Typer(help="Create keys that sign certificates.", no_args_is_help=True)
 app.add_typer(key_app, name="key")

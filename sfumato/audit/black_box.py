@@ -27,6 +27,7 @@ from sfumato.audit.neighbours import Neighbours
 from sfumato.audit.small_settings import Make
 from sfumato.data import ImageSet
 from sfumato.methods.base import Synthesizer
+from sfumato.privacy import Plan
 
 SAMPLES = 64  # synthetic images of a run that the attacker sees, of the class of the canary
 MARK = 3  # side of the detail, in pixels
@@ -36,16 +37,20 @@ Advance = Callable[[int, int], None]
 
 @dataclass
 class Runs:
-    """Scores of whole runs in both worlds."""
+    """Scores of whole runs in both worlds, and the plan of the method."""
 
-    delta: float
+    plan: Plan
     present: list[float] = field(default_factory=list)
     absent: list[float] = field(default_factory=list)
     interrupted: bool = False
 
     def bounds(self, confidence: float = CONFIDENCE) -> LowerBounds:
-        """Return lower bounds on epsilon. `gaussian` is an estimate here: nothing says that scores are Gaussian."""
-        return lower_bounds(self.present, self.absent, delta=self.delta, confidence=confidence)
+        """Return lower bounds on epsilon; `gaussian` for methods with noised releases only."""
+        releases = self.plan.releases if self.plan.budget.private else None
+        delta, adjacency = self.plan.budget.delta, self.plan.budget.adjacency
+        return lower_bounds(
+            self.present, self.absent, delta=delta, confidence=confidence, releases=releases, adjacency=adjacency
+        )
 
 
 def distinguish(
@@ -60,8 +65,8 @@ def distinguish(
 
     - seconds: no further run is started after this time. Ctrl-C ends the audit and keeps what was counted.
     """
-    found, started = Runs(make().delta), time.monotonic()
-    canaries = pair.canaries
+    model, canaries, started = make(), pair.canaries, time.monotonic()
+    found = Runs(model.plan(model.public_facts(pair.with_unit)))
     try:
         for number in range(runs):
             if len(found.absent) >= 8 and time.monotonic() - started > seconds:

@@ -61,20 +61,29 @@ class Counts:
 class LowerBounds:
     """Lower bounds on epsilon from scores.
 
-    - clopper_pearson, gaussian: see the module.
+    - clopper_pearson, gaussian: see the module; `gaussian` is None where nothing says that the mechanism is Gaussian.
     - trials: runs in each world that were counted.
     - ceiling: what `clopper_pearson` gives for this number of trials if the attack never errs.
     """
 
     clopper_pearson: float
-    gaussian: float
+    gaussian: float | None
     delta: float
     confidence: float
     trials: int
     ceiling: float
 
+    @property
+    def best(self) -> float:
+        """The larger of the bounds that apply."""
+        return max(self.clopper_pearson, self.gaussian or 0.0)
+
     def to_dict(self) -> dict[str, Any]:
-        return {name: round(value, 4) if name != "delta" else value for name, value in asdict(self).items()}
+        kept = ("delta", "trials", "confidence")
+        rounded = {
+            name: value if name in kept or value is None else round(value, 4) for name, value in asdict(self).items()
+        }
+        return rounded
 
 
 def upper_rate(events: int | Array, trials: int, failure: float) -> Any:
@@ -89,24 +98,27 @@ def lower_bounds(
     *,
     delta: float = 1e-5,
     confidence: float = CONFIDENCE,
-    releases: Sequence[Release] = (),
+    releases: Sequence[Release] | None = (),
     adjacency: Adjacency = "add-remove",
 ) -> LowerBounds:
     """Return all bounds from the scores of independent runs with the unit and without it.
 
-    - releases: planned releases, for the `gaussian` bound of a mechanism with Poisson samples.
+    - releases: planned releases, for the `gaussian` bound of a mechanism with Poisson samples; None: not Gaussian. The
+      bound also holds for attacks on what was computed from releases: post-processing keeps the trade-off curve.
 
     The threshold is chosen on the first `SELECTION` of the runs and counted on the others, for each bound by itself.
     """
     with_unit, without = np.asarray(present, dtype=float), np.asarray(absent, dtype=float)
     if min(len(with_unit), len(without)) < 8:
         raise ValueError(f"a bound needs at least 8 runs in each world, got {len(with_unit)} and {len(without)}")
-    sampled = any(release.sampling_prob < 1 for release in releases)
+    sampled = any(release.sampling_prob < 1 for release in releases or ())
     by_counts = _counted(with_unit, without, partial(clopper_pearson, delta=delta), confidence)
     levels = LEVELS if sampled else np.array([0.5])  # for Gaussian scores the middle has the tightest intervals
     by_mu = _counted(with_unit, without, _mu, confidence, levels)
     rates = by_mu.rates(confidence)
-    gaussian = planned_gaussian(*rates, releases, delta, adjacency) if sampled else gaussian_dp(*rates, delta)
+    gaussian = None if releases is None else gaussian_dp(*rates, delta)
+    if releases and sampled:
+        gaussian = planned_gaussian(*rates, releases, delta, adjacency)
     perfect = replace(by_counts, missed=0, false_alarms=0).rates(confidence)
     return LowerBounds(
         clopper_pearson=float(clopper_pearson(*by_counts.rates(confidence), delta)),

@@ -175,9 +175,12 @@ def memorisation(
     """
     size = min(len(train), len(held_out))
     generator = torch.Generator().manual_seed(0)
-    parts = [part.subset(torch.randperm(len(part), generator=generator)[:size]) for part in (train, held_out)]
+    chosen = [torch.randperm(len(part), generator=generator)[:size] for part in (train, held_out)]
     made = embed(synthetic)
-    (to_train, index), (to_held_out, _) = (_distances(made, embed(part)) for part in parts)
+    (to_train, index), (to_held_out, _) = (
+        _distances(made, embed(part.subset(order))) for part, order in zip((train, held_out), chosen, strict=True)
+    )
+    neighbour = chosen[0].numpy()[index]
     closer = interval(int((to_train < to_held_out).sum()), len(made), confidence)
     order = np.argsort(to_train / np.maximum(to_held_out, 1e-12))[:SHOWN]
     return {
@@ -186,8 +189,8 @@ def memorisation(
         "compared_with": size,
         "copies": int((to_train < 1e-6).sum()),
         "most_similar": [int(i) for i in order],
-        "their_neighbours": [int(index[i]) for i in order],
-        "pairs": ImageSet(torch.cat([synthetic.images[order], parts[0].images[index[order]]])),
+        "their_neighbours": [int(neighbour[i]) for i in order],
+        "pairs": ImageSet(torch.cat([synthetic.images[order], train.images[neighbour[order]]])),
     }
 
 

@@ -49,7 +49,7 @@ def check_structure(
     failed: dict[str, str] = {}
     reached: set[str] = set()
     checks = list(soundness_checks(make, images or small_set(), vault))
-    for number, (rules, check) in enumerate(checks):
+    for number, (rules, check) in enumerate(checks, 1):
         advance(number, len(checks))
         if failed.keys() & set(rules):
             continue
@@ -59,6 +59,8 @@ def check_structure(
             reached |= set(rules)
         except UnsoundError as error:
             failed.setdefault(error.rule, str(error))
+            if error.rule in rules:  # a check goes through its rules in order
+                reached |= set(rules[: rules.index(error.rule)])
         except (BudgetExceeded, RedactedError, ValueError) as error:  # the vault or the tracer refuses the method
             failed.setdefault("control flow", f"refused: {error}")
     return [_finding(rule, failed, reached) for rule in RULES]
