@@ -23,10 +23,10 @@ from sfumato.audit.white_box import white_box
 
 METHODS = ("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "dp-mepf", "dp-merf", "ndpdc", "ldpdc", "dpmix")
 EPSILONS = (1.0, 10.0)
-TRIALS, RUNS, CANARIES, PERSONS, SHADOWS = 40_000, 64, 500, 100, 4
+TRIALS, RUNS, CANARIES, PERSONS, SHADOWS = 24_000, 40, 500, 100, 4
 LONGER: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("atelier", "dp-kernel", "dp-mepf", "dp-merf"), {"steps": 100}),
-    **dict.fromkeys(("dp-lflow", "pge"), {"steps": 20}),
+    **{key: {"steps": 100} for key in ("atelier", "dp-kernel", "dp-mepf", "dp-merf")},
+    **{key: {"steps": 20} for key in ("dp-lflow", "pge")},
     "pge-as-published": {"steps": 200},
     "dp-kernel-as-published": {"steps": 200},
 }
