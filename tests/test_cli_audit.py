@@ -32,7 +32,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_method_is_audited_in_text_and_json(run: Any, tmp_path: Path) -> None:
-    status, out, err = run("dp-merf", "--trials", "2000", "--runs", "8", "--json", "--out", tmp_path / "results")
+    status, out, err = run(
+        "dp-merf", "--trials", "2000", "--runs", "8", "--neighbours", "person", "--json", "--out", tmp_path / "results"
+    )
     assert status == 0
     assert "about" in err  # the cost, beforehand
     content = json.loads(out)
@@ -56,7 +58,7 @@ def test_rules_are_printed(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (("ndpdc", "--fault", "half-noise", "--trials", "4000"), "white-box: epsilon is at least"),
+        (("dp-merf", "--fault", "half-noise", "--trials", "20000"), "white-box: epsilon is at least"),
         (("dp-merf", "--fault", "printed-loss", "--structural"), "rule 'printed text'"),
         (("dp-kernel-as-published", "--runs", "0"), "rule 'raw images'"),
         (("gaussian", "--fault", "half-noise"), "white-box: epsilon is at least"),

@@ -187,6 +187,8 @@ def audit_one_run(
 
     The bounds are valid one by one at `confidence`; do not report the largest of several attacks.
     """
+    if shadows and not game.images.labelled:
+        raise ValueError("shadow runs calibrate the loss of a classifier, which needs labels")
     model = make().fit(game.training)
     advance(1, 1 + shadows)
     found = _scores(model, game)

@@ -237,11 +237,12 @@ def _counted(
     pooled = np.sort(np.concatenate([first, second]))
     middles = (pooled[1:] + pooled[:-1]) / 2
     thresholds = np.unique(np.quantile(middles, levels))
-    each = (1 - confidence) / 2
-    fnr = upper_rate(np.searchsorted(first, thresholds), cut_present, each)
-    fpr = upper_rate(cut_absent - np.searchsorted(second, thresholds), cut_absent, each)
-    threshold = thresholds[int(np.argmax(value(fnr, fpr)))]
-    kept, others = present[cut_present:], absent[cut_absent:]
+    kept, others, each = present[cut_present:], absent[cut_absent:], (1 - confidence) / 2
+    # What is expected of the others: the rates of the first runs, with half an event more, in as many runs as they are.
+    missed = (np.searchsorted(first, thresholds) + 0.5) / (cut_present + 1) * len(kept)
+    alarms = (cut_absent - np.searchsorted(second, thresholds) + 0.5) / (cut_absent + 1) * len(others)
+    expected = value(upper_rate(missed, len(kept), each), upper_rate(alarms, len(others), each))
+    threshold = thresholds[int(np.argmax(expected))]
     return Counts(int((kept < threshold).sum()), len(kept), int((others >= threshold).sum()), len(others))
 
 

@@ -13,7 +13,7 @@ from sfumato.audit.black_box import distinguish
 from sfumato.audit.faults import fault_named
 from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds
 from sfumato.audit.mechanism import audit_mechanism
-from sfumato.audit.neighbours import neighbours
+from sfumato.audit.neighbours import neighbours, small_set
 from sfumato.audit.published import STEPS, audit_published
 from sfumato.audit.reference import SmallClassifier
 from sfumato.audit.small_settings import Make, small
@@ -174,7 +174,8 @@ def audit_method(target: str, options: AuditOptions) -> AuditReport:
     try:
         if target in method_keys():
             with bar("structural checks") as advance:
-                report.structure = check_structure(make, vault=vault, advance=advance)
+                images = small_set(persons=options.kind == "person")
+                report.structure = check_structure(make, images, vault=vault, advance=advance)
         if not options.structural:
             report.bounds = {}
             with redirect_stdout(io.StringIO()):

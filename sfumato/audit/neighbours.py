@@ -45,9 +45,17 @@ def digits_of(*counts: int) -> ImageSet:
     return ImageSet(digits.images[index], digits.labels[index], digits.classes[: len(counts)])
 
 
-def small_set() -> ImageSet:
-    """Return 22 digits of four classes; the last is the only one of its class, as `check_synthesizer` needs it."""
-    return digits_of(7, 7, 7, 1)
+def small_set(*, persons: bool = False) -> ImageSet:
+    """Return 22 digits of four classes; the last is the only one of its class, as `check_synthesizer` needs it.
+
+    - persons: whether the images belong to seven persons, the last with one image; default False.
+    """
+    digits = digits_of(7, 7, 7, 1)
+    if not persons:
+        return digits
+    owners = torch.arange(len(digits)) % 6
+    owners[-1] = 6
+    return ImageSet(digits.images, digits.labels, digits.classes, persons=owners)
 
 
 def neighbours(kind: str) -> Neighbours:
