@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds, lower_bounds
-from sfumato.engine import noise_multiplier
-from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
+from sfumato.data import ImageSet
+from sfumato.engine import GradientVault, calibrate
+from sfumato.privacy import Budget, Release
 
 TRIALS = 400_000  # in each world
 SECURE_TRIALS = 40_000  # exact discrete noise is drawn at about 50,000 numbers a second
@@ -23,22 +24,21 @@ def audit_mechanism(
     delta: float = 1e-5,
     secure: bool = False,
     trials: int | None = None,
-    noise_factor: float = 1.0,
+    vault: type[GradientVault] = GradientVault,
     confidence: float = CONFIDENCE,
 ) -> LowerBounds:
-    """Return lower bounds on the epsilon of the Gaussian mechanism, calibrated to `epsilon`.
+    """Return lower bounds on the epsilon of the vault's Gaussian mechanism, calibrated to `epsilon`.
 
     - secure: audit the exact discrete form, default False.
     - trials: releases in each world, default 400,000, and 40,000 for the discrete form.
-    - noise_factor: a planted fault: this factor times the noise that is needed, default 1.
+    - vault: class of the vault, for planted faults.
     """
+    plan = calibrate([Release("sum")], Budget(epsilon, delta))
+    mechanism = vault(ImageSet(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)), plan)
+    sensitivity = float(STEPS if secure else 1)
     count = trials or (SECURE_TRIALS if secure else TRIALS)
-    scale = noise_multiplier(epsilon=epsilon, delta=delta) * noise_factor
-    scores = []
-    for value in (1, 0):
-        if secure:
-            exact = torch.full((count,), value * STEPS, dtype=torch.int64)
-            scores.append(add_discrete_gaussian(exact, scale * STEPS).double().numpy())
-        else:
-            scores.append(add_gaussian(torch.full((count,), float(value), dtype=torch.float64), scale).numpy())
-    return lower_bounds(*scores, delta=delta, confidence=confidence)
+    present, absent = (
+        mechanism._noised(plan["sum"], torch.full((count,), value, dtype=torch.float64), sensitivity, secure).numpy()
+        for value in (sensitivity, 0.0)
+    )
+    return lower_bounds(present, absent, delta=delta, confidence=confidence)

@@ -154,13 +154,14 @@ def audit_method(target: str, options: AuditOptions) -> AuditReport:
     """
     started = time.monotonic()
     if target in MECHANISMS:
+        fault = None if options.fault is None else fault_named(options.fault).vault
         report = AuditReport(target, options, options.epsilon)
         found = audit_mechanism(
             options.epsilon,
             delta=options.delta,
             secure=target != MECHANISMS[0],
             trials=None if options.trials == AuditOptions.trials else options.trials,
-            noise_factor=0.5 if options.fault == "half-noise" else 1.0,
+            vault=GradientVault if fault is None else fault,
             confidence=options.confidence,
         )
         report.bounds = {WHITE_BOX: found}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sfumato.audit import white_box as module
-from sfumato.audit.faults import FAULTS
+from sfumato.audit.faults import FAULTS, HalfNoise
 from sfumato.audit.mechanism import audit_mechanism
 from sfumato.audit.neighbours import KINDS, neighbours, small_set
 from sfumato.audit.reference import SmallClassifier
@@ -34,7 +34,7 @@ def test_the_discrete_mechanism_is_audited() -> None:
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_half_of_the_noise_is_shown_for_the_mechanism(secure: bool) -> None:
-    found = audit_mechanism(1.0, secure=secure, noise_factor=0.5)
+    found = audit_mechanism(1.0, secure=secure, vault=HalfNoise)
     assert found.gaussian > 1.5
     assert found.clopper_pearson > 1.0
 
