@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.audit_layouts import EPSILONS as AUDITED_AT
 from benchmarks.audit_layouts import METHODS as AUDITED
-from benchmarks.audit_layouts import PUBLISHED, best_of, measured
+from benchmarks.audit_layouts import PUBLISHED, bound_of, measured
 from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, table
 from benchmarks.store import values
 
@@ -112,7 +112,7 @@ def audits() -> dict[str, list[tuple[str, float | None, float, float]]]:
         for method in (*AUDITED, *PUBLISHED):
             white, black = (measured(job, method, epsilon) for job in ("white box", "black box"))
             if white:
-                point = method, white.get("certified"), best_of(white), best_of(black)
+                point = method, white.get("certified"), bound_of(white), bound_of(black)
                 found.setdefault(f"{epsilon:g}", []).append(point)
     return found
 

@@ -74,16 +74,13 @@ class LowerBounds:
     ceiling: float
 
     @property
-    def best(self) -> float:
-        """The larger of the bounds that apply."""
-        return max(self.clopper_pearson, self.gaussian or 0.0)
+    def bound(self) -> float:
+        """The bound to report: `gaussian` where it applies. (The larger of two bounds would be less certain.)"""
+        return self.clopper_pearson if self.gaussian is None else self.gaussian
 
     def to_dict(self) -> dict[str, Any]:
-        kept = ("delta", "trials", "confidence")
-        rounded = {
-            name: value if name in kept or value is None else round(value, 4) for name, value in asdict(self).items()
-        }
-        return rounded
+        exact = ("delta", "trials", "confidence")
+        return {name: each if name in exact or each is None else round(each, 4) for name, each in asdict(self).items()}
 
 
 def upper_rate(events: int | Array, trials: int, failure: float) -> Any:

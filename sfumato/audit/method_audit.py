@@ -78,9 +78,9 @@ class AuditReport:
         failed = [f"rule {each.rule!r}: {each.detail}" for each in self.structure or [] if each.result == "fail"]
         claim, level = self.options.epsilon, f"{self.options.confidence:.0%}"
         for name, found in (self.bounds or {}).items():
-            if found.best > claim:
+            if found.bound > claim:
                 failed.append(
-                    f"{name}: epsilon is at least {found.best:.2f} with {level} confidence, the claim is {claim:g}"
+                    f"{name}: epsilon is at least {found.bound:.2f} with {level} confidence, the claim is {claim:g}"
                 )
         return failed
 
@@ -92,7 +92,7 @@ class AuditReport:
             if found.ceiling < self.options.epsilon:
                 need = f"{found.trials} counted runs can show at most {found.ceiling:.2f}"
                 lines.append(f"{name}: without an assumption, {need}; more runs could show more")
-            if found.best < 0.1 * self.options.epsilon:
+            if found.bound < 0.1 * self.options.epsilon:
                 lines.append(f"{name}: this attack has no power here; its bound says nothing about privacy")
         if self.interrupted:
             lines.append("ended early: the bounds are of what was counted until then")

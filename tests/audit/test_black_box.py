@@ -70,7 +70,7 @@ def test_copies_are_distinguished_and_a_private_method_is_not() -> None:
     copies = distinguish(small(Copies, secure=False), pair, runs=20)
     assert copies.bounds().clopper_pearson > 1.0
     private = distinguish(small("dp-merf", secure=False), pair, runs=20)
-    assert private.bounds(confidence=0.999).best < 1.0
+    assert private.bounds(confidence=0.999).bound < 1.0
     assert len(private.present) == len(private.absent) == 20
 
 

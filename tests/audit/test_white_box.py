@@ -70,14 +70,14 @@ def test_a_planted_fault_is_shown_with_confidence(name: str) -> None:
     make = small("ndpdc" if name == "no-clipping" else "dp-merf", secure=False, epsilon=1.0)
     pair = neighbours("duplicate" if name == "batch-statistics" else "outlier")
     faulty = white_box(make, pair, trials=8000, vault=FAULTS[name].vault)
-    assert faulty.bounds().best > 1.0
+    assert faulty.bounds().bound > 1.0
 
 
 def test_without_a_fault_the_bound_stays_below() -> None:
     """The same methods; a bound is too large with a probability below 5 %, here 0.1 %."""
     for key in ("ndpdc", "dp-merf"):
         found = white_box(small(key, secure=False, epsilon=1.0), neighbours("outlier"), trials=4000)
-        assert found.bounds(confidence=0.999).best < 1.0
+        assert found.bounds(confidence=0.999).bound < 1.0
 
 
 @pytest.mark.slow
