@@ -55,9 +55,9 @@ def methods() -> str:
             line += [certified, bounds_of(white), bounds_of(black)]
         rows.append(line)
     note = (
-        "Lower bounds on ε at δ = 10⁻⁵ with 95 % confidence, without an assumption / for a Gaussian mechanism. Counted "
-        f"trials in each world: white box {_counted('white box', METHODS)}, black box {_counted('black box', METHODS)}, "
-        f"one step of the published forms {_counted('white box', PUBLISHED)}."
+        "Lower bounds on ε at δ = 10⁻⁵ with 95 % confidence, without an assumption / for a Gaussian mechanism. "
+        f"Counted trials in each world: white box {_counted('white box', METHODS)}, black box "
+        f"{_counted('black box', METHODS)}, one step of the published forms {_counted('white box', PUBLISHED)}."
     )
     return f"{markdown(header, rows)}\n\n{source(note, 'audit', seeds=False)}"
 
