@@ -36,6 +36,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 CONFIDENCE = 0.95
 SELECTION = 0.25  # share of the trials that chooses the threshold; the others are counted
 LEVELS = expit(np.linspace(-8.0, 8.0, 33))  # quantiles of scores that are tried as thresholds, dense in both tails
+CENTRAL_LEVELS = np.array([0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99])  # few: a choice among many is noisy
 GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of canaries, on each side, that a one-run audit guesses
 GRID = np.linspace(0.0, 40.0, 801)  # values of epsilon at which a privacy profile is compared
 INTERVAL = 1e-3  # of privacy loss distributions
@@ -110,7 +111,7 @@ def lower_bounds(
         raise ValueError(f"a bound needs at least 8 runs in each world, got {len(with_unit)} and {len(without)}")
     sampled = any(release.sampling_prob < 1 for release in releases or ())
     by_counts = _counted(with_unit, without, partial(clopper_pearson, delta=delta), confidence)
-    levels = LEVELS if sampled else np.array([0.5])  # for Gaussian scores the middle has the tightest intervals
+    levels = CENTRAL_LEVELS if sampled else np.array([0.5])  # for Gaussian scores the middle has the tightest intervals
     by_mu = _counted(with_unit, without, _mu, confidence, levels)
     rates = by_mu.rates(confidence)
     gaussian = None if releases is None else gaussian_dp(*rates, delta)

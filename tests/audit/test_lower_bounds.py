@@ -131,6 +131,19 @@ def test_bounds_fail_no_more_often_than_stated() -> None:
     assert max(exceeded.values()) <= 21, exceeded
 
 
+def test_the_bound_for_a_sampled_plan_has_power() -> None:
+    """Log-likelihood ratios of 20 Poisson-sampled Gaussian releases: half of epsilon, and never more than it."""
+    (release,) = calibrate([Release("a", times=20, sampling_prob=0.2)], Budget(2.0, DELTA)).releases
+    rng, z, q, worlds = np.random.default_rng(0), release.noise, release.sampling_prob, []
+    for present in (True, False):
+        shift = (rng.random((20_000, 20)) < q) * float(present)
+        ratio = (rng.normal(shift, z) - 0.5) / z**2
+        worlds.append(np.logaddexp(np.log1p(-q), np.log(q) + ratio).sum(1))
+    found = lower_bounds(*worlds, releases=[release])
+    assert found.gaussian is not None
+    assert 1.0 < found.gaussian < 2.0
+
+
 def test_without_signal_all_bounds_are_small() -> None:
     rng = np.random.default_rng(0)
     found = lower_bounds(rng.standard_normal(1000), rng.standard_normal(1000))

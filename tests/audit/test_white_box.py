@@ -69,15 +69,14 @@ def test_a_planted_fault_is_shown_with_confidence(name: str) -> None:
     """The lower bound exceeds the epsilon that the faulty program claims."""
     make = small("ndpdc" if name == "no-clipping" else "dp-merf", secure=False, epsilon=1.0)
     pair = neighbours("duplicate" if name == "batch-statistics" else "outlier")
-    faulty = white_box(make, pair, trials=8000, vault=FAULTS[name].vault)
+    faulty = white_box(make, pair, trials=4000 if name == "no-clipping" else 8000, vault=FAULTS[name].vault)
     assert faulty.bounds().bound > 1.0
 
 
 def test_without_a_fault_the_bound_stays_below() -> None:
-    """The same methods; a bound is too large with a probability below 5 %, here 0.1 %."""
-    for key in ("ndpdc", "dp-merf"):
-        found = white_box(small(key, secure=False, epsilon=1.0), neighbours("outlier"), trials=4000)
-        assert found.bounds(confidence=0.999).bound < 1.0
+    """The bound is too large with a probability below 0.1 %."""
+    found = white_box(small("dp-merf", secure=False, epsilon=1.0), neighbours("outlier"), trials=4000)
+    assert found.bounds(confidence=0.999).bound < 1.0
 
 
 @pytest.mark.slow
@@ -94,6 +93,7 @@ def test_dp_sgd_is_audited_to_half_of_its_epsilon() -> None:
     assert 2.0 < found.gaussian < 4.0
 
 
+@pytest.mark.slow
 def test_the_reference_is_a_sound_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, SmallClassifier.key, SmallClassifier)  # it is not for users
     check_synthesizer(small(SmallClassifier, steps=3), small_set())
