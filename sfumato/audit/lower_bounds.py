@@ -35,6 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CONFIDENCE = 0.95
 SELECTION = 0.25  # share of the trials that chooses the threshold; the others are counted
+CAUTION = 0.05  # one-sided, for the choice of a threshold
 LEVELS = expit(np.linspace(-8.0, 8.0, 33))  # quantiles of scores that are tried as thresholds, dense in both tails
 CENTRAL_LEVELS = np.array([0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99])  # few: a choice among many is noisy
 GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of canaries, on each side, that a one-run audit guesses
@@ -110,9 +111,9 @@ def lower_bounds(
     if min(len(with_unit), len(without)) < 8:
         raise ValueError(f"a bound needs at least 8 runs in each world, got {len(with_unit)} and {len(without)}")
     sampled = any(release.sampling_prob < 1 for release in releases or ())
-    by_counts = _counted(with_unit, without, partial(clopper_pearson, delta=delta), confidence)
+    by_counts = _counted(with_unit, without, partial(clopper_pearson, delta=delta))
     levels = CENTRAL_LEVELS if sampled else np.array([0.5])  # for Gaussian scores the middle has the tightest intervals
-    by_mu = _counted(with_unit, without, _mu, confidence, levels)
+    by_mu = _counted(with_unit, without, _mu, levels)
     rates = by_mu.rates(confidence)
     gaussian = None if releases is None else gaussian_dp(*rates, delta)
     if releases and sampled:
@@ -226,21 +227,18 @@ def _largest(excess: Callable[[float], float]) -> float:
     return high if excess(high) > 0 else float(brentq(excess, low, high, xtol=1e-4))
 
 
-def _counted(
-    present: Array, absent: Array, value: Callable[[Any, Any], Any], confidence: float, levels: Array = LEVELS
-) -> Counts:
+def _counted(present: Array, absent: Array, value: Callable[[Any, Any], Any], levels: Array = LEVELS) -> Counts:
     """Choose the threshold that is best for `value` on the first runs; count errors at it on the others."""
     cut_present, cut_absent = (max(4, int(SELECTION * len(part))) for part in (present, absent))
     first, second = np.sort(present[:cut_present]), np.sort(absent[:cut_absent])
     pooled = np.sort(np.concatenate([first, second]))
     middles = (pooled[1:] + pooled[:-1]) / 2
     thresholds = np.unique(np.quantile(middles, levels))
-    kept, others, each = present[cut_present:], absent[cut_absent:], (1 - confidence) / 2
-    # What is expected of the others: the rates of the first runs, with half an event more, in as many runs as they are.
-    missed = (np.searchsorted(first, thresholds) + 0.5) / (cut_present + 1) * len(kept)
-    alarms = (cut_absent - np.searchsorted(second, thresholds) + 0.5) / (cut_absent + 1) * len(others)
-    expected = value(upper_rate(missed, len(kept), each), upper_rate(alarms, len(others), each))
-    threshold = thresholds[int(np.argmax(expected))]
+    # Judged by upper bounds on the rates, so that a threshold with few events is not chosen by luck.
+    missed, alarms = np.searchsorted(first, thresholds), cut_absent - np.searchsorted(second, thresholds)
+    judged = value(upper_rate(missed, cut_present, CAUTION), upper_rate(alarms, cut_absent, CAUTION))
+    threshold = thresholds[int(np.argmax(judged))]
+    kept, others = present[cut_present:], absent[cut_absent:]
     return Counts(int((kept < threshold).sum()), len(kept), int((others >= threshold).sum()), len(others))
 
 
