@@ -127,7 +127,7 @@ def draw_audits(path: Path, mark: str) -> None:
             colour = "C0" if certified is not None else "C3"
             axis.barh(place - 0.2, white, 0.4, color=colour)
             axis.barh(place + 0.2, black, 0.4, color=colour, alpha=0.4)
-        axis.axvline(float(epsilon), color="black", linestyle="--", label=f"claim: ε = {epsilon}")
+        axis.axvline(float(epsilon), color="black", linestyle="--", label="claim")
         axis.barh(0, 0, color="C0", label="white box, at least")
         axis.barh(0, 0, color="C0", alpha=0.4, label="black box, at least")
         axis.barh(0, 0, color="C3", label="published form, not private")
@@ -136,7 +136,7 @@ def draw_audits(path: Path, mark: str) -> None:
     names = [point[0] for point in panels[f"{AUDITED_AT[0]:g}"]]
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
+    axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     _save(figure, path, mark)
     pyplot.close(figure)
 
