@@ -81,6 +81,7 @@ def faults() -> str:
             bound = bounds_of(found) if "gaussian" in found else ""
             rules = ", ".join(found["found_by"])
             rows.append([f"`{row['job'].removeprefix('fault ')}`", found["what"], f"`{row['method']}`", rules, bound])
+    rows.sort(key=lambda line: bool(line[-1]))  # those that a lower bound shows, too, at the end
     note = "Claim: ε = 1. The last column: lower bounds, without an assumption / for a Gaussian mechanism."
     text = markdown(["fault", "what it does", "in", "found by rule", "white box"], rows)
     return f"{text}\n\n{source(note, 'audit', seeds=False)}"
