@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from benchmarks.store import CONVOLUTIONAL, ROOT, load, summary, values
+from benchmarks import audit_layouts
+from benchmarks.markdown import CAPTION, markdown, source, table
+from benchmarks.store import CONVOLUTIONAL, ROOT, summary, values
 
 Query = Mapping[str, Any]  # the table and fields of rows that match; "measure" may be several
 
@@ -23,10 +25,7 @@ CLASSIFIERS |= {"resnet18": "ResNet-18", "resnet9": "ResNet-9", "resnet9, anneal
 CLASSIFIERS |= {"lenet": "LeNet", "alexnet": "AlexNet", "vgg11": "VGG-11"}
 DISTANCE, PRECISION, RECALL = (f"{name}_effnet_lite0" for name in ("fd", "precision", "recall"))
 DIGITS = {"auroc": 3, PRECISION: 2, RECALL: 2, "images_per_s": 0}
-CAPTION = "Mean ± sd of 3 seeds, in brackets the number of seeds where it is not 3; δ = 10⁻⁵."
 CNN = "Accuracy in % of a small CNN trained on synthetic images, on the real test split."
-
-table = cache(load)
 
 
 def cell(query: Query) -> str:
@@ -36,20 +35,6 @@ def cell(query: Query) -> str:
     several = [measures] if isinstance(measures, str) else measures
     parts = [summary(values(rows, name, **wanted), DIGITS.get(name, 1)) for name in several]
     return " / ".join(part or "–" for part in parts) if any(parts) else ""
-
-
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    header = list(header)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
-
-
-def source(note: str, *names: str, seeds: bool = True) -> str:
-    """Return the lines below a table: what it shows, and the commands and files of its figures."""
-    files = ", ".join(f"[`{name}.json`](results:{name}.json)" for name in names)
-    command = names[0] if len(names) == 1 else "NAME"
-    caption = f" {CAPTION}" if seeds else ""
-    return f"{note}{caption} `python -m benchmarks {command}` → {files}."
 
 
 def grid(corner: str, rows: Mapping[str, Query], columns: Mapping[str, Query], **common: Any) -> str:
@@ -376,6 +361,7 @@ def remeasured() -> str:
 
 
 LAYOUTS: dict[str, Callable[[], str]] = {
+    **audit_layouts.LAYOUTS,
     "remeasured": remeasured,
     "readme": readme,
     "atelier": atelier,

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.audit_layouts import EPSILONS as AUDITED_AT
+from benchmarks.audit_layouts import METHODS as AUDITED
+from benchmarks.audit_layouts import PUBLISHED, bound_of, measured
 from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, table
 from benchmarks.store import values
 
@@ -102,6 +105,42 @@ def draw_settings(path: Path, mark: str) -> None:
     pyplot.close(figure)
 
 
+def audits() -> dict[str, list[tuple[str, float | None, float, float]]]:
+    """Return for each epsilon (method, certified epsilon, white-box bound, black-box bound)."""
+    found: dict[str, list[tuple[str, float | None, float, float]]] = {}
+    for epsilon in AUDITED_AT:
+        for method in (*AUDITED, *PUBLISHED):
+            white, black = (measured(job, method, epsilon) for job in ("white box", "black box"))
+            if white:
+                point = method, white.get("certified"), bound_of(white), bound_of(black)
+                found.setdefault(f"{epsilon:g}", []).append(point)
+    return found
+
+
+def draw_audits(path: Path, mark: str) -> None:
+    """White-box and black-box lower bounds as bars, the claimed epsilon as a line."""
+    pyplot = _pyplot()
+    panels = audits()
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 4.4), sharey=True)
+    for axis, (epsilon, points) in zip(axes, panels.items(), strict=True):
+        for place, (_, certified, white, black) in enumerate(points):
+            colour = "C0" if certified is not None else "C3"
+            axis.barh(place - 0.2, white, 0.4, color=colour)
+            axis.barh(place + 0.2, black, 0.4, color=colour, alpha=0.4)
+        axis.axvline(float(epsilon), color="black", linestyle="--", label="claim")
+        axis.barh(0, 0, color="C0", label="white box, at least")
+        axis.barh(0, 0, color="C0", alpha=0.4, label="black box, at least")
+        axis.barh(0, 0, color="C3", label="published form, not private")
+        axis.set(xlabel="lower bound on ε, 95 % confidence", title=f"ε = {epsilon}")
+        axis.grid(axis="x", alpha=0.3)
+    names = [point[0] for point in panels[f"{AUDITED_AT[0]:g}"]]
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    _save(figure, path, mark)
+    pyplot.close(figure)
+
+
 def _pyplot() -> Any:
     import matplotlib
 
@@ -113,5 +152,6 @@ def _pyplot() -> Any:
 
 PLOTS: dict[str, tuple[Callable[[], str], Callable[[Path, str], None]]] = {
     "accuracy.png": (lambda: _mark(curves()), draw_curves),
+    "audit.png": (lambda: _mark(audits()), draw_audits),
     "ndpdc_settings.png": (lambda: _mark(settings()), draw_settings),
 }

@@ -19,6 +19,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from sfumato import __version__
+from sfumato.cli_audit import EPILOG as AUDIT_EPILOG
+from sfumato.cli_audit import audit
 from sfumato.cli_check import account, budget_app, key_app, verify
 from sfumato.cli_compare import compare
 from sfumato.cli_config import Config, write_config
@@ -341,6 +343,7 @@ app.command(
     epilog="Example: sfumato compare mnist --public --methods dp-merf,atelier --epsilons 0.2,1,10 --seeds 3 --test "
     "mnist --out comparison/"
 )(compare)
+app.command(epilog=AUDIT_EPILOG)(audit)
 app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
 app.add_typer(key_app, name="key")
 app.add_typer(budget_app, name="budget")

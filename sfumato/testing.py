@@ -16,17 +16,19 @@ import io
 import math
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from scipy.stats import chi2
+from scipy.stats import binom, chi2, norm
 
+from sfumato.certificate import verify
 from sfumato.certificate.statement import rounded_up
 from sfumato.data import ImageSet
 from sfumato.engine import GradientVault, Performance
@@ -36,23 +38,47 @@ from sfumato.privacy import Release
 from sfumato.privacy.budget import ADJACENCIES
 
 FAILURE = 1e-9  # probability that a sound method fails a noise test
+DRAWS = 2000  # samples that are drawn to test the sampling
 RUNS = 8  # for the noise tests: enough values of the smallest release, the counts
 BATCH = 4  # images per batch: these sets are small
 SLACK = 1e-4  # relative tolerance for rounding, in addition to the margin in the sensitivity
 
 
+RULES = {
+    "charges": "every release is charged in the ledger before its noise is drawn",
+    "derivatives": "no answer carries a path for derivatives back to exact sums",
+    "control flow": "queries, their order, shapes, noise and bounds do not depend on a single record",
+    "sensitivity": "one unit moves an exact sum by at most what the noise is scaled to",
+    "printed text": "what is printed depends on the images through releases only",
+    "outputs": "model, files and samples depend on the images through releases only",
+    "seed": "the noise does not depend on the user's seed",
+    "noise": "the noise has the scale that is charged",
+    "sampling": "samples are fresh Poisson samples with the charged probability",
+    "raw images": "raw images are not handed out",
+    "budget": "certificate, plan and budget agree",
+    "pinned files": "the certificate pins every file of the run",
+    "interface": "parameters, saved models and samples behave as for every method",
+}
+
+
 class UnsoundError(AssertionError):
-    """A method or vault violates a condition of the guarantee."""
+    """A method or vault violates a condition of the guarantee; `rule` is its name in `RULES`."""
+
+    def __init__(self, message: str, rule: str = "interface") -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 @dataclass
 class Answer:
-    """A recorded query: its exact sum, sensitivity and noised result."""
+    """A recorded query: its exact sum, sensitivity and noised result, and the vault, which can draw again."""
 
     release: Release
     exact: torch.Tensor
     sensitivity: float
     noised: torch.Tensor
+    secure: bool
+    vault: Any
 
 
 @dataclass
@@ -99,13 +125,23 @@ def check_synthesizer(
       numbered from 0, and all images of a person are added, removed or replaced together.
     - vault: class of the vault, default: the one that the method uses.
     """
+    for _, check in soundness_checks(make, images, vault):
+        check()
+
+
+def soundness_checks(
+    make: Callable[..., Synthesizer], images: ImageSet, vault: type[GradientVault] | None = None
+) -> Iterator[tuple[tuple[str, ...], Callable[[], None]]]:
+    """Yield the checks of `check_synthesizer`: the rules that a check covers, and a function that raises."""
     base = vault or make().vault_type
     last = len(images) - 1 if images.persons is None else int(images.persons.max())
+    replayed = ("charges", "derivatives", "control flow", "sensitivity", "printed text", "outputs")
     for place in (0, last // 2, last):
         for adjacency in ADJACENCIES:
-            _check_neighbours(make, images, place, adjacency, base)
-    _check_noise(make, images, base)
-    _check_interface(make, images)
+            yield replayed, partial(_check_neighbours, make, images, place, adjacency, base)
+    yield ("seed", "noise"), partial(_check_noise, make, images, base)
+    yield ("sampling",), partial(_check_sampling, make, images, base)
+    yield ("raw images", "budget", "pinned files", "interface"), partial(_check_interface, make, images)
 
 
 def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
@@ -145,31 +181,35 @@ def _check_neighbours(
 
 def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthesizer) -> None:
     if len(recorded) != len(replayed):
-        raise UnsoundError("the number or order of queries depends on a single record")
+        raise UnsoundError("the number or order of queries depends on a single record", "control flow")
     for a, b in zip(recorded, replayed, strict=True):
         name = a.release.name
         if (a.release, a.sensitivity, a.exact.shape) != (b.release, b.sensitivity, b.exact.shape):
-            raise UnsoundError(f"release {name!r}: its noise, bound, shape or sampling depends on a single record")
+            raise UnsoundError(
+                f"release {name!r}: its noise, bound, shape or sampling depends on a single record", "control flow"
+            )
         allowed = a.sensitivity * a.release.shift(model.adjacency) * (1 + SLACK)
         moved = float((a.exact.double() - b.exact.double()).norm())
         if moved > allowed:
-            raise UnsoundError(f"release {name!r}: one record moves the sum by {moved:.6g}, {allowed:.6g} is paid for")
+            raise UnsoundError(
+                f"release {name!r}: one record moves the sum by {moved:.6g}, {allowed:.6g} is paid for", "sensitivity"
+            )
 
 
 def _check_same(one: Run, other: Run) -> None:
     """Raise unless two runs with the same releases have bitwise identical outputs."""
     if one.printed != other.printed:
-        raise UnsoundError("the printed text depends on the images beyond what was released")
+        raise UnsoundError("the printed text depends on the images beyond what was released", "printed text")
     for name in sorted(one.files.keys() | other.files.keys()):
         if one.files.get(name) != other.files.get(name):
-            raise UnsoundError(f"{name} depends on the images beyond what was released")
+            raise UnsoundError(f"{name} depends on the images beyond what was released", "outputs")
     if not torch.equal(one.model.sample(20, seed=1).images, other.model.sample(20, seed=1).images):
-        raise UnsoundError("samples depend on the images beyond what was released")
+        raise UnsoundError("samples depend on the images beyond what was released", "outputs")
     a, b = (_learned(run.model) for run in (one, other))
     if a.keys() != b.keys() or any(
         a[name].shape != b[name].shape or not torch.allclose(a[name], b[name], 0, 0, equal_nan=True) for name in a
     ):
-        raise UnsoundError("the model depends on the images beyond what was released")
+        raise UnsoundError("the model depends on the images beyond what was released", "outputs")
 
 
 def _learned(model: Synthesizer) -> dict[str, torch.Tensor]:
@@ -233,7 +273,7 @@ def _check_noise(make: Callable[..., Synthesizer], images: ImageSet, base: type[
             draws[answer.release.name].append(noise.flatten())
     for name, noises in draws.items():
         if any(torch.equal(noises[0], noise) for noise in noises[1:]):
-            raise UnsoundError(f"release {name!r}: two runs drew the same noise")
+            raise UnsoundError(f"release {name!r}: two runs drew the same noise", "seed")
         check_unit_variance(torch.cat(noises), f"release {name!r}: ")
 
 
@@ -245,7 +285,40 @@ def check_unit_variance(noise: torch.Tensor, prefix: str = "") -> None:
     count, square = noise.numel(), float(noise.square().sum())
     low, high = chi2.ppf(FAILURE / 2, count), chi2.isf(FAILURE / 2, count)
     if not low <= square <= high:
-        raise UnsoundError(f"{prefix}the noise is {math.sqrt(square / count):.3f} times what is charged for")
+        raise UnsoundError(f"{prefix}the noise is {math.sqrt(square / count):.3f} times what is charged for", "noise")
+
+
+def _check_sampling(make: Callable[..., Synthesizer], images: ImageSet, base: type[GradientVault]) -> None:
+    """Raise unless units enter samples independently of each other and of the sample before, as charged.
+
+    Counted over `DRAWS` samples: units (binomial), units in two consecutive samples (binomial), and the spread of the
+    sample sizes (by a normal approximation, if enough units are drawn). A sound vault fails each test with a
+    probability of about `FAILURE`.
+    """
+    model = make()
+    plan = model.plan(model.public_facts(images))
+    for release in plan.releases:
+        q = release.sampling_prob
+        if q == 1:
+            continue
+        vault = base(images, plan)
+        units, drawn = vault._units, torch.zeros(DRAWS, vault._units, dtype=torch.float64)
+        for row in drawn:
+            row[vault._unit_of[vault._drawn(release)]] = 1
+        counts = {"units": (drawn, q), "units that are drawn twice in a row": (drawn[::2] * drawn[1::2], q**2)}
+        for name, (outcomes, chance) in counts.items():
+            low, high = (int(binom.ppf(level, outcomes.numel(), chance)) for level in (FAILURE / 2, 1 - FAILURE / 2))
+            if not low <= (found := int(outcomes.sum())) <= high:
+                wanted = f"a Poisson sample has {low} to {high}"
+                raise UnsoundError(f"release {release.name!r}: {name}: {found}, {wanted}", "sampling")
+        variance = units * q * (1 - q)
+        spread = float((drawn.sum(1) - units * q).square().mean()) / variance
+        sd = math.sqrt((2 + (1 - 6 * q * (1 - q)) / variance) / DRAWS)
+        if variance * DRAWS > 1000 and abs(spread - 1) > norm.isf(FAILURE / 2) * sd:
+            raise UnsoundError(
+                f"release {release.name!r}: the variance of sample sizes is {spread:.3f} of a Poisson sample's",
+                "sampling",
+            )
 
 
 def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None:
@@ -258,10 +331,16 @@ def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None
         if model.fit(images, run_dir=folder) is not model:
             raise UnsoundError("fit must return the model")
         certificate = model.certificate_
+        if certificate.void:
+            raise UnsoundError(f"the guarantee is void: {certificate.void}", "raw images")
         if certificate.epsilon is None or certificate.epsilon > model.epsilon:
-            raise UnsoundError(f"the certificate says epsilon {certificate.epsilon}, the budget is {model.epsilon}")
+            raise UnsoundError(
+                f"the certificate says epsilon {certificate.epsilon}, the budget is {model.epsilon}", "budget"
+            )
         if rounded_up(planned.epsilon) < certificate.epsilon:
-            raise UnsoundError("more was released than planned")
+            raise UnsoundError("more was released than planned", "budget")
+        if uncovered := verify(Path(folder) / "certificate.json").uncovered:
+            raise UnsoundError(f"the certificate does not cover {', '.join(uncovered)}", "pinned files")
         again = load(folder, device=model.device)
     sample = model.sample(30, seed=3)
     if not torch.equal(sample.images, again.sample(30, seed=3).images):
@@ -272,15 +351,20 @@ def _check_interface(make: Callable[..., Synthesizer], images: ImageSet) -> None
         raise UnsoundError("sample ignores its seed")
 
 
-def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVault]) -> Run:
+def record(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVault], **options: Any) -> Synthesizer:
+    """Fit a model through a vault that records its queries on the tape, or replays those of another one."""
     model.vault_type = _recorder(tape, base)  # type: ignore[misc]
+    return model.fit(images, **options)
+
+
+def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVault]) -> Run:
     same_time = mock.patch("sfumato.certificate.issue._now", return_value="2000-01-01T00:00:00+00:00")
     with tempfile.TemporaryDirectory() as name, io.StringIO() as text, same_time:
         with redirect_stdout(text), redirect_stderr(text):
-            model.fit(images, run_dir=Path(name) / "run")
+            record(model, images, tape, base, run_dir=Path(name) / "run")
         files = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
         if model.certificate_.adjacency != model.adjacency or model.certificate_.delta != model.delta:
-            raise UnsoundError("the certificate states another delta or adjacency than requested")
+            raise UnsoundError("the certificate states another delta or adjacency than requested", "budget")
         return Run(model, files, text.getvalue().replace(name, ""))
 
 
@@ -318,15 +402,30 @@ def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
         def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
             asked = Counter(answer.release.name for answer in tape.answers)[release.name] + 1
             if self.ledger.charged(release.name) < asked:
-                raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger")
+                raise UnsoundError(f"release {release.name!r} was drawn without a charge in the ledger", "charges")
             noised: torch.Tensor = super()._noised(release, exact, sensitivity, secure)
-            tape.answers.append(Answer(release, exact.clone(), sensitivity, noised.clone()))
+            tape.answers.append(Answer(release, exact.clone(), sensitivity, noised.clone(), secure, self))
             if tape.replay is None:
                 return noised
             recorded = tape.replay[len(tape.answers) - 1 :][:1]
             if not recorded or recorded[0].noised.shape != noised.shape:
-                raise UnsoundError("the number or order of queries depends on a single record")
+                raise UnsoundError("the number or order of queries depends on a single record", "control flow")
             return recorded[0].noised.clone()
+
+        def _answer(self, *args: Any) -> torch.Tensor:
+            answer: torch.Tensor = super()._answer(*args)
+            if answer.requires_grad:
+                raise UnsoundError(f"release {args[0].name!r}: its answer can be differentiated", "derivatives")
+            return answer
+
+        def draw_noise(self, answer: Answer, exact: torch.Tensor) -> torch.Tensor:
+            """Return sums with fresh noise of a recorded release."""
+            noised: torch.Tensor = super()._noised(answer.release, exact, answer.sensitivity, answer.secure)
+            return noised
+
+        def draw_unit(self, release: Release) -> bool:
+            """Return whether the differing unit is in a fresh sample of a release."""
+            return bool((self._unit_of[super()._drawn(release)] == tape.place).any())
 
     recorder: Any = Recorder
     return recorder  # type: ignore[no-any-return]

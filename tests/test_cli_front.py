@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, few_digits: ImageSet) -> Pa
 @pytest.mark.parametrize(
     "arguments",
     [["synth", "--nonsense"], ["unknown"], ["synth"], ["prior", "train"], ["--help"], ["--version"], ["account"],
-     ["evaluate", "x"], ["compare"], ["doctor", "--nonsense"], ["synth", "x", "--out", "y", "-n", "many"]],
+     ["evaluate", "x"], ["compare"], ["audit"], ["doctor", "--nonsense"], ["synth", "x", "--out", "y", "-n", "many"]],
 )  # fmt: skip
 def test_a_usage_error_does_not_wait_for_torch(arguments: list[str]) -> None:
     """PyTorch takes seconds to import; without it, the command answers in about 0.3 seconds."""

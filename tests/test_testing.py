@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from sfumato.audit.faults import HalfNoise, NoCharge, PrivateMean
+from sfumato.audit.small_settings import SMALL_SETTINGS
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.engine import GradientVault
 from sfumato.methods.dp_merf import MeanEmbedding
-from sfumato.methods.generator_method import GeneratorSizes
-from sfumato.methods.kernel_painter import PainterSettings
-from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.registry import METHODS
 from sfumato.methods.teacher import TeacherSettings
@@ -34,48 +33,10 @@ from sfumato.testing import (
     check_unit_variance,
 )
 
-SMALL = GeneratorSizes(width=8)
 PRIOR = Path(__file__).parent / "priors" / "tiny.safetensors"  # random weights
 CONDITIONED = PRIOR.with_name("conditioned.safetensors")  # also random, with an embedding
 ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2)
-PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=20)
-QUICK: dict[str, dict[str, Any]] = {
-    "atelier": {
-        "steps": 1,
-        "paths": 1,
-        "batch_size": 20,
-        "painter": replace(PAINTER, common_share=0.5),
-        "teacher": TeacherSettings(steps=2, cnn_images=20),
-        "generator": SMALL,
-    },
-    "dp-merf": {"features": 100, "steps": 3, "batch_size": 20},
-    "dp-mepf": {"encoder": "scattering", "steps": 2, "batch_size": 20, "snapshots": 1, "generator": SMALL},
-    "dp-kernel": {"steps": 2, "paths": 2, "batch_size": 40, "painter": PAINTER, "generator": SMALL},
-    "dp-diffusion": {"prior": str(PRIOR), "steps": 2, "sampling_prob": 0.5, "adaptation": ADAPTATION},
-    "dp-lflow": {
-        "warm": "none",
-        "steps": 2,
-        "sampling_prob": 0.5,
-        "code": 3,
-        "width": 2,
-        "couplings": 1,
-        "hidden": 4,
-        "procedural_batches": 2,
-    },
-    "pge": {
-        "warm": "none",
-        "steps": 2,
-        "sampling_prob": 0.1,
-        "width": 8,
-        "sampling": SamplerSettings(levels=2, leapfrogs=1),
-    },
-    "ldpdc": {"images_per_class": 8, "sampling_prob": 0.5},
-    "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5},
-    "dpmix": {"images_per_class": 10, "sampling_prob": 0.5},
-    "dm": {"images_per_class": 10, "iterations": 2, "width": 8},
-    "dp-kernel-as-published": {"steps": 2, "generator": SMALL},
-    "pge-as-published": {"steps": 2, "width": 8, "sampling": SamplerSettings(levels=2, leapfrogs=1)},
-}
+QUICK = {**SMALL_SETTINGS, "dp-diffusion": {**SMALL_SETTINGS["dp-diffusion"], "prior": str(PRIOR)}}
 PRIVATE = [key for key, method in METHODS.items() if method.guarantee == "differential-privacy"]
 
 
@@ -123,27 +84,10 @@ def test_a_method_without_guarantee_says_so(key: str, few_digits: ImageSet) -> N
         check_synthesizer(quick(key), few_digits)
 
 
-class HalfNoise(GradientVault):
-    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
-        return add_gaussian(exact, release.noise * sensitivity / 2)
-
-
 class Mean(GradientVault):
     def _answer(self, release: Release, query: Any, exact: Callable[[], torch.Tensor]) -> torch.Tensor:
         smaller = replace(query, sensitivity=query.sensitivity / self._units)
         return super()._answer(release, smaller, lambda: exact() / self._units)
-
-
-class MeanOfPublicSize(GradientVault):
-    """Divides by the private size and multiplies by a public one: the scale looks right."""
-
-    def _exact(self, *args: Any) -> torch.Tensor:
-        return super()._exact(*args) * (1000 / self._units)
-
-
-class ForgottenCharge(GradientVault):
-    def _charge(self, release: Release, number: int) -> None:
-        pass
 
 
 class FixedNoise(GradientVault):
@@ -165,8 +109,8 @@ class QuietCounts(GradientVault):
     [
         (HalfNoise, r"0\.\d+ times what is charged"),
         (Mean, "noise, bound, shape or sampling depends on a single record"),
-        (MeanOfPublicSize, "one record moves the sum"),
-        (ForgottenCharge, "without a charge"),
+        (PrivateMean, "one record moves the sum"),
+        (NoCharge, "without a charge"),
         (FixedNoise, "two runs drew the same noise"),
         (QuietCounts, "'counts': the noise is 0"),
     ],
