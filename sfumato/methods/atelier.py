@@ -137,7 +137,7 @@ class Atelier(Synthesizer):
         if self.encoder and self.autoencoder:
             raise ValueError("encoder takes images, and with autoencoder the teacher sees latents; leave one out")
         if self.steps == 0 and not self.prior:
-            raise ValueError("steps must be greater than 0, got 0")
+            raise ValueError("without a prior, steps must be greater than 0, got 0")
         if self.steps == 1 and self.prior:
             raise ValueError("with a prior, steps must be at least 2, or 0 for no private gradients")
         if self.teacher.steps == 1:

@@ -107,7 +107,9 @@ def test_presets_name_settings_of_their_method(few_digits: ImageSet) -> None:
         names = {each.name for each in fields(method)}
         for name, values in method.presets.items():
             assert values.keys() <= names, (method.key, name)
-            method(**({"epsilon": math.inf} if method.key == "dm" else {}), preset=name).plan(public)
+            given = {"epsilon": math.inf} if method.key == "dm" else {}
+            given |= {"prior": "random-process"} if name.startswith("prior") else {}
+            method(**given, preset=name).plan(public)
 
 
 def test_presets_apply_by_device_and_by_what_is_given(few_digits: ImageSet) -> None:
