@@ -53,7 +53,7 @@ from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
 HIGH_NOISE_THRESHOLD = 1.3e-3
-MAX_TRIES, PRIOR_TRIES = 20, 4  # of the painter, until the teacher sees the wanted class; a prior is slower
+MAX_TRIES, PRIOR_TRIES = 20, 3  # of the painter, until the teacher sees the wanted class; a prior is slower
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
@@ -317,15 +317,17 @@ class Atelier(Synthesizer):
             return painter.decode(images)
         origins = self.origins_ if self.disagreement == "relabel" else torch.eye(classes, device=labels.device)
         left = torch.arange(len(labels), device=labels.device)
+        if self.prior:  # the first images are as varied as any
+            left = left[self.teacher_.predict(images, self.sample_batch) != labels]
         for _ in range(PRIOR_TRIES if self.prior else MAX_TRIES):
+            if not len(left):
+                break
             wanted = labels[left]
             meant = torch.multinomial(origins[wanted], 1, generator=generator)[:, 0]
             drawn = self._varied(painter, meant, generator)
             found = self.teacher_(drawn).argmax(1) == wanted
             images[left[found]] = drawn[found]
             left = left[~found]
-            if not len(left):
-                break
         return painter.decode(images)
 
     def _varied(self, painter: Painter, meant: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
