@@ -53,7 +53,7 @@ from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
 HIGH_NOISE_THRESHOLD = 1.3e-3
-MAX_TRIES, PRIOR_TRIES = 20, 3  # of the painter, until the teacher sees the wanted class; a prior is slower
+MAX_TRIES = 20  # of the painter, until the teacher sees the wanted class
 IMAGES_PER_CLASS = 200  # generated, to learn which classes the teacher sees in them
 NO_TEACHER = "there are no classes, so there is no teacher and there are no soft labels"
 ENCODER_NOTE = "a public encoder gives a better teacher, but worse images where that was measured (CIFAR-10, epsilon 1)"
@@ -309,7 +309,7 @@ class Atelier(Synthesizer):
         return self.counts_.cpu()
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Draw until the teacher sees the wanted class in each image, at most `MAX_TRIES` (`PRIOR_TRIES`) times."""
+        """Draw until the teacher sees the wanted class, at most `MAX_TRIES` times for an image, with a prior `tries`."""
         painter = self._painter(self._fitted())
         images = self._paint(painter, labels, generator)
         classes = len(self.counts_)
@@ -319,7 +319,7 @@ class Atelier(Synthesizer):
         left = torch.arange(len(labels), device=labels.device)
         if self.prior:  # the first images are as varied as any
             left = left[self.teacher_.predict(images, self.sample_batch) != labels]
-        for _ in range(PRIOR_TRIES if self.prior else MAX_TRIES):
+        for _ in range(self.adaptation.tries if self.prior else MAX_TRIES):
             if not len(left):
                 break
             wanted = labels[left]

@@ -44,6 +44,7 @@ class PainterTraining:
     - bound: clipping norm. views: noise levels of an image. learning_rate, ema: of the private gradients.
     - rank: of low-rank adapters. level_centre: median of the noise levels of private gradients.
     - levels: noise levels of the sampler. guidance: of classifier-free guidance; 1: none.
+    - tries: further images that are drawn for a label, at most, if a teacher sees another class.
     """
 
     pool: int = 30_000
@@ -62,6 +63,7 @@ class PainterTraining:
     level_centre: float = 0.67
     levels: int = 16
     guidance: float = 2.0
+    tries: int = 3
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -78,7 +80,8 @@ CPU_TRAINING = PainterTraining(
     practice_batch=16,
     practice_rate=1e-4,  # with 1e-3 and so few images in a step, the images of a prior turn to noise
     views=1,
-    levels=8,
+    levels=6,
+    tries=1,
 )
 
 

@@ -34,7 +34,7 @@ LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard d
 LOWEST, HIGHEST = 0.002, 80.0  # noise levels
 SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
 GUIDED = (0.2, 6.0)  # noise levels with guidance
-GPU_BATCH = 2000  # images drawn at once on a GPU
+GPU_BATCH, CPU_BATCH = 2000, 50  # images drawn at once; more would not fit into the caches of a CPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
 EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 2000  # public images from which its components come
@@ -338,17 +338,17 @@ def draw_images(
       2024); 1: none.
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
-    if device.type != "cuda":
-        return _draw_batch(network, shape, labels, condition, generator, schedule, guidance)
-    fast = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    parts = []
-    for start in range(0, len(labels), GPU_BATCH):
-        part, given = labels[start : start + GPU_BATCH], None
-        missing = GPU_BATCH - len(part)
+    on_gpu, parts = device.type == "cuda", []
+    if on_gpu:
+        network = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size = GPU_BATCH if on_gpu else CPU_BATCH
+    for start in range(0, len(labels), size):
+        part, given = labels[start : start + size], None
+        missing = size - len(part) if on_gpu else 0  # a compiled network wants one size
         if condition is not None:
-            given = functional.pad(condition[start : start + GPU_BATCH], (0, 0, 0, missing))
+            given = functional.pad(condition[start : start + size], (0, 0, 0, missing))
         padded = functional.pad(part, (0, missing))
-        parts.append(_draw_batch(fast, shape, padded, given, generator, schedule, guidance)[: len(part)])
+        parts.append(_draw_batch(network, shape, padded, given, generator, schedule, guidance)[: len(part)])
     return torch.cat(parts)
 
 
