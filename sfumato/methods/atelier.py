@@ -309,7 +309,7 @@ class Atelier(Synthesizer):
         return self.counts_.cpu()
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Draw until the teacher sees the wanted class, at most `MAX_TRIES` times for an image, with a prior `tries`."""
+        """Draw until the teacher sees the wanted class, at most `MAX_TRIES` times an image, with a prior `tries`."""
         painter = self._painter(self._fitted())
         images = self._paint(painter, labels, generator)
         classes = len(self.counts_)
