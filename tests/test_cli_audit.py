@@ -85,6 +85,12 @@ def test_a_violation_is_printed_and_the_status_is_1(arguments: tuple[str, ...], 
     assert "loss 1" not in out  # what the faulty method prints
 
 
+def test_atelier_is_audited_with_a_prior() -> None:
+    prior = Path(__file__).parent / "priors" / "conditioned.safetensors"
+    make, _ = method_audit.prepare("atelier", AuditOptions(settings={"prior": str(prior)}))
+    assert make().get_params()["prior"] == str(prior)
+
+
 def test_references_are_audited(run: Any) -> None:
     for target in ("gaussian", "discrete-gaussian"):
         status, out, _ = run(target, "--epsilon", "4", "--trials", "4000")

@@ -60,8 +60,7 @@ def test_every_certified_method_passes(key: str) -> None:
 @pytest.fixture(params=["tiny", "conditioned"])
 def atelier_with_a_prior(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
-    settings = {**SMALL_SETTINGS["dp-diffusion"], "teacher": SMALL_SETTINGS["atelier"]["teacher"]}
-    return small("atelier", **settings, prior=str(PRIORS / f"{request.param}.safetensors"))
+    return small("atelier", prior=str(PRIORS / f"{request.param}.safetensors"))
 
 
 @pytest.mark.slow
