@@ -56,7 +56,7 @@ def methods() -> str:
             line += [certified, bounds_of(white), bounds_of(black)]
         rows.append(line)
     note = (
-        "Lower bounds on ε at δ = 10⁻⁵ with 95 % confidence, without an assumption / for a Gaussian mechanism. "
+        "Lower bounds on ε at δ = 10⁻⁵, each with 95 % confidence, without an assumption / for a Gaussian mechanism. "
         f"Counted trials in each world: white box {_counted('white box', METHODS)}, black box "
         f"{_counted('black box', METHODS)}, one step of the published forms {_counted('white box', PUBLISHED)}."
     )
@@ -67,8 +67,8 @@ def references() -> str:
     """Lower bounds of mechanisms whose epsilon is tight: the power of the auditor."""
     epsilons = (1.0, 4.0, 10.0)
     rows = [[title, *(bounds_of(measured(job, None, e)) for e in epsilons)] for job, title in REFERENCES.items()]
-    note = "Lower bounds on ε, without an assumption / for a Gaussian mechanism. Here the true ε is known."
-    text = markdown(["", *(f"true ε = {e:g}" for e in epsilons)], rows)
+    note = "Lower bounds on ε, without an assumption / for a Gaussian mechanism."
+    text = markdown(["", *(f"ε = {e:g}" for e in epsilons)], rows)
     return f"{text}\n\n{source(note, 'audit', seeds=False)}"
 
 

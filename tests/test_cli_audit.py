@@ -53,6 +53,8 @@ def test_a_method_is_audited_in_text_and_json(run: Any, tmp_path: Path) -> None:
     assert content["structure"]["sound"]
     assert content["bounds"]["white-box"]["trials"] == 1500
     assert content["bounds"]["black-box"]["trials"] == 4
+    assert content["confidence"] == 0.95  # of both bounds together, as either may refute the claim
+    assert [each["confidence"] for each in content["bounds"].values()] == pytest.approx([0.975, 0.975])
     assert content["violations"] == []
     assert any("no proof" in note for note in content["notes"])
     assert any("no power" in note for note in content["notes"])
@@ -81,6 +83,12 @@ def test_a_violation_is_printed_and_the_status_is_1(arguments: tuple[str, ...], 
     assert "the claim is violated" in out
     assert found in out
     assert "loss 1" not in out  # what the faulty method prints
+
+
+def test_atelier_is_audited_with_a_prior() -> None:
+    prior = Path(__file__).parent / "priors" / "conditioned.safetensors"
+    make, _ = method_audit.prepare("atelier", AuditOptions(settings={"prior": str(prior)}))
+    assert make().get_params()["prior"] == str(prior)
 
 
 def test_references_are_audited(run: Any) -> None:

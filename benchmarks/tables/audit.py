@@ -25,6 +25,7 @@ METHODS = ("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "dp-mepf",
 EPSILONS = (1.0, 10.0)
 TRIALS, RUNS, CANARIES, PERSONS, SHADOWS = 24_000, 24, 500, 100, 2
 FEWER = {"pge": 6000, "dp-diffusion": 6000}  # white-box trials of large networks
+MORE = {"batch-statistics": 60_000}  # white-box trials of a fault that shows less
 LONGER: dict[str, dict[str, Any]] = {
     **{key: {"steps": 50} for key in ("atelier", "dp-kernel", "dp-mepf", "dp-merf")},
     **{key: {"steps": 10} for key in ("dp-lflow", "pge")},
@@ -62,12 +63,14 @@ def see_images(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # noq
 
 
 def plant(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # noqa: ARG001
-    fault = FAULTS[job.name.removeprefix("fault ")]
+    name = job.name.removeprefix("fault ")
+    fault = FAULTS[name]
     make = small(fault.method or job.method, epsilon=job.epsilon, secure=False)
     failed = [each.rule for each in check_structure(make, vault=fault.vault) if each.result == "fail"]
     measured: dict[str, Any] = {"what": fault.description, "found_by": failed}
     if fault.statistical:
-        measured |= white_box(make, neighbours("outlier"), trials=TRIALS, vault=fault.vault).bounds().to_dict()
+        trials = MORE.get(name, TRIALS)
+        measured |= white_box(make, neighbours("outlier"), trials=trials, vault=fault.vault).bounds().to_dict()
     return {job.name: measured}
 
 

@@ -160,11 +160,14 @@ def new_game(images: ImageSet, *, canaries: int, per_person: int = 1, detail: bo
 
 @dataclass(frozen=True)
 class OneRun:
-    """The result of a one-run audit by one attack: two lower bounds on epsilon, and how well the attack works."""
+    """The result of a one-run audit by one attack: two lower bounds on epsilon, and how well the attack works.
+
+    - one_run_gaussian: None where the releases are not plain Gaussian ones (Poisson samples, no guarantee).
+    """
 
     attack: Attack
     one_run: float
-    one_run_gaussian: float
+    one_run_gaussian: float | None
 
     @property
     def power(self) -> str:
@@ -174,7 +177,8 @@ class OneRun:
         return "the attack is not better than guessing: its bound says nothing about privacy"
 
     def to_dict(self) -> dict[str, Any]:
-        bounds = {"one_run": round(self.one_run, 4), "one_run_gaussian": round(self.one_run_gaussian, 4)}
+        gaussian = None if self.one_run_gaussian is None else round(self.one_run_gaussian, 4)
+        bounds = {"one_run": round(self.one_run, 4), "one_run_gaussian": gaussian}
         return {**self.attack.to_dict(), **bounds, "power": self.power}
 
 
@@ -200,12 +204,14 @@ def audit_one_run(
         advance(len(runs) + 1, 1 + shadows)
     if runs:
         found["calibrated loss"] = membership.calibrated(found["loss"], runs)
-    used = game.included.numpy()
+    used, plan = game.included.numpy(), model.plan(model.public_)
+    # A Poisson-sampled Gaussian has another trade-off curve, for which this form is not valid.
+    gaussian = plan.budget.private and all(release.sampling_prob == 1 for release in plan.releases)
     return [
         OneRun(
             attack(name, each[used], each[~used], confidence),
             one_run(each, used, delta=model.delta, confidence=confidence),
-            one_run_gaussian(each, used, delta=model.delta, confidence=confidence),
+            one_run_gaussian(each, used, delta=model.delta, confidence=confidence) if gaussian else None,
         )
         for name, each in found.items()
     ]

@@ -6,9 +6,12 @@ Two worlds: the data set *without* one unit, and *with* it. An attack gives each
 - `clopper_pearson`: no assumption. (epsilon, delta)-DP implies 1 - FNR <= e^epsilon FPR + delta, and the same with the
   two rates exchanged; the rates have exact binomial intervals (Jagielski, Ullman, Oprea 2020).
 - `gaussian`: the mechanism is Gaussian, of unknown noise, so that FPR and FNR give mu of mu-Gaussian DP (Nasr et al.
-  2023). With Poisson samples: the planned releases with all noise multiplied by one unknown factor.
+  2023). With Poisson samples: the planned releases, with the planned sampling probabilities, and all noise multiplied
+  by one unknown factor. A sound program satisfies this (factor 1), so a bound above its claim refutes it. If a fault
+  breaks the assumption, by how much the bound exceeds the claim is an estimate.
 - `one_run`: no assumption; many canaries, each in or out by a fair coin, in a single run (Steinke, Nasr, Jagielski
-  2023). `one_run_gaussian`: its f-DP form for Gaussian mechanisms (Mahloujifar, Melis, Chaudhuri 2024).
+  2023). `one_run_gaussian`: its f-DP form for Gaussian mechanisms without sampling (Mahloujifar, Melis, Chaudhuri
+  2024).
 
 A small lower bound is no proof of privacy: it may show only that the attack is weak or that the runs are few.
 """
@@ -173,7 +176,7 @@ def one_run(scores: Array, included: Array, *, delta: float = 1e-5, confidence: 
 
 
 def one_run_gaussian(scores: Array, included: Array, *, delta: float = 1e-5, confidence: float = CONFIDENCE) -> float:
-    """Return the lower bound from one run, if the mechanism is Gaussian for each canary."""
+    """Return the lower bound from one run, if the mechanism is Gaussian, without sampling, for each canary."""
     return _one_run(scores, included, confidence, partial(_mahloujifar, delta=delta))
 
 

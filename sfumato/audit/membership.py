@@ -171,17 +171,19 @@ def memorisation(
     """Compare the distances of synthetic images to training images with those to held-out images.
 
     A generator that copies is closer to its training images. Both sets are cut to the same size, so that a synthetic
-    image without memory is closer to either with probability 1/2.
+    image without memory is closer to either with probability 1/2. Many synthetic images may share a neighbour, so they
+    are not independent: the interval has the variance over random exchanges of training and held-out images.
     """
     size = min(len(train), len(held_out))
     generator = torch.Generator().manual_seed(0)
     chosen = [torch.randperm(len(part), generator=generator)[:size] for part in (train, held_out)]
     made = embed(synthetic)
-    (to_train, index), (to_held_out, _) = (
+    (to_train, index), (to_held_out, other) = (
         _distances(made, embed(part.subset(order))) for part, order in zip((train, held_out), chosen, strict=True)
     )
     neighbour = chosen[0].numpy()[index]
-    closer = interval(int((to_train < to_held_out).sum()), len(made), confidence)
+    nearer = to_train < to_held_out
+    closer = _share(np.where(nearer, index, size + other), nearer, 2 * size, confidence)
     order = np.argsort(to_train / np.maximum(to_held_out, 1e-12))[:SHOWN]
     return {
         "closer_to_training": asdict(closer),
@@ -207,12 +209,26 @@ def write_private(folder: Path, found: Sequence[Attack], memory: dict[str, Any],
 
 
 def _tpr(members: Array, others: Array, fpr: float, confidence: float) -> Rate | None:
-    """Return the share of members above all but a share `fpr` of the others."""
+    """Return the share of members above all but a share `fpr` of the others; the interval is given this threshold."""
     allowed = int(fpr * len(others) + 1e-9)
     if allowed < 1:
         return None
     threshold = np.sort(others)[len(others) - allowed - 1]
     return interval(int((members > threshold).sum()), len(members), confidence)
+
+
+def _share(neighbours: Array, of_training: Array, images: int, confidence: float) -> Rate:
+    """Return the share of nearest neighbours that are training images, with an interval.
+
+    - neighbours: index of the nearest of all `images`, half of which are training images.
+
+    Without memory, each image is a training image by chance, so the share is a sum of the numbers of neighbours over a
+    random half of the images, of known variance (permutation test, normal approximation).
+    """
+    counts, share = np.bincount(neighbours, minlength=images), float(of_training.mean())
+    variance = images / (4 * (images - 1)) * float(np.square(counts - counts.mean()).sum()) / len(neighbours) ** 2
+    margin = float(norm.ppf((1 + confidence) / 2)) * math.sqrt(variance)
+    return Rate(share, max(0.0, share - margin), min(1.0, share + margin))
 
 
 def _distances(queries: Array, among: Array) -> tuple[Array, Array]:

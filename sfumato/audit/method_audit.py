@@ -193,24 +193,29 @@ def method_keys() -> list[str]:
 
 
 def _attack(report: AuditReport, make: Make, vault: type[GradientVault] | None) -> None:
-    """Add the lower bounds of the white-box and the black-box attack to a report."""
+    """Add the lower bounds of the white-box and the black-box attack to a report.
+
+    Either bound may refute the claim, so they hold together with the confidence that is asked for.
+    """
     options, started = report.options, time.monotonic()
+    both = options.runs >= 8 and vault is None
+    confidence = 1 - (1 - options.confidence) / (2 if both else 1)
     assert report.bounds is not None
     pair = neighbours(options.kind)
     if report.target in STEPS:
         report.bounds[WHITE_BOX] = audit_published(
-            report.target, epsilon=options.epsilon, delta=options.delta, confidence=options.confidence
+            report.target, epsilon=options.epsilon, delta=options.delta, confidence=confidence
         )
     elif report.certified is not None and not (report.structure and _refused(report.structure)):
         with bar("white box") as advance:
             trials = white_box(make, pair, trials=options.trials, seconds=options.seconds, vault=vault, advance=advance)
-        report.bounds[WHITE_BOX] = trials.bounds(options.confidence)
+        report.bounds[WHITE_BOX] = trials.bounds(confidence)
         report.interrupted |= trials.interrupted
     left = options.seconds - (time.monotonic() - started)
-    if options.runs >= 8 and vault is None and not report.interrupted and left > 0:
+    if both and not report.interrupted and left > 0:
         with bar("black box") as advance:
             runs = distinguish(make, pair, runs=options.runs, seconds=left, advance=advance)
-        report.bounds[BLACK_BOX] = runs.bounds(options.confidence)
+        report.bounds[BLACK_BOX] = runs.bounds(confidence)
         report.interrupted |= runs.interrupted
 
 

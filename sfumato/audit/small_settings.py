@@ -61,6 +61,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "dp-kernel-as-published": {"steps": 2, "generator": SIZES},
     "pge-as-published": {"steps": 2, "width": 8, "sampling": SAMPLER},
 }
+ATELIER_WITH_A_PRIOR = {**SMALL_SETTINGS["dp-diffusion"], "teacher": SMALL_SETTINGS["atelier"]["teacher"]}
 
 Make = Callable[..., Synthesizer]
 
@@ -68,7 +69,8 @@ Make = Callable[..., Synthesizer]
 def small(method: str | type[Synthesizer], **settings: Any) -> Make:
     """Return a function that builds a method with small settings, on the CPU; `settings` replace them."""
     key = method if isinstance(method, str) else method.key
-    fixed = {"device": "cpu", **SMALL_SETTINGS.get(key, {}), **settings}
+    with_a_prior = key == "atelier" and settings.get("prior") not in (None, "none")
+    fixed = {"device": "cpu", **(ATELIER_WITH_A_PRIOR if with_a_prior else SMALL_SETTINGS.get(key, {})), **settings}
     if key == "dp-diffusion":
         fixed = {"prior": random_prior(), **fixed}
     return lambda **params: build(method, **{**fixed, **params})

@@ -1,9 +1,16 @@
 """White-box audit: the attacker sees every release of a run and knows all records but one.
 
+He also knows which of the other units are in each sample and the random numbers of each record, which the guarantee
+allows. He does not know whether the differing unit is in a sample.
+
 A run of the method on the set with the unit is recorded (`testing.py`); a second run on the set without it replays the
 same releases. Both give the exact sums of each query, given what was released before: all that this attacker can know.
 Then each release is drawn again many times by the vault's own code, in both worlds: Poisson sample of the unit, noise.
 The score of a trial is the log-likelihood ratio, which no attack on the same releases can beat.
+
+The recorded history has the differing unit in every sample: a history like any other, since the guarantee holds given
+every history. A unit that is present but not in a sample is taken to change nothing. This is so in the vault; for a
+fault that depends on it (a private size) the trials model a little less than the leak.
 
 Validity: given the history of a run, trials are independent, and both worlds share the history. The rates are means
 over histories, so they obey the inequality of differential privacy if every history does (it is linear), and binomial

@@ -101,6 +101,22 @@ def test_memorisation_is_found_in_copies_only(thirds: list[ImageSet]) -> None:
     assert clean["copies"] == 0
 
 
+def test_memorisation_is_not_found_by_chance() -> None:
+    """Few images and many synthetic ones near them: 2.5 % of 200 sets may be suspected; 15 has a probability of 1e-4.
+
+    Synthetic images that share a neighbour are not independent; a binomial interval would suspect a third of the sets.
+    """
+    rng, suspected, binomial = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        real, made = rng.standard_normal(60), 0.5 * rng.standard_normal(600)
+        neighbours = np.abs(made[:, None] - real).argmin(1)
+        of_training = neighbours < 30
+        suspected += module._share(neighbours, of_training, 60, 0.95).low > 0.5
+        binomial += interval(int(of_training.sum()), 600).low > 0.5
+    assert suspected < 15
+    assert binomial > 40
+
+
 def test_results_are_written_for_the_owner_only(tmp_path: Path, thirds: list[ImageSet]) -> None:
     used, held_out, fresh = thirds
     memory = memorisation(fresh, used, held_out)
