@@ -6,6 +6,7 @@ for images with the embeddings of a class; `curriculum_painter.py` teaches it th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -85,7 +86,7 @@ CPU_TRAINING = PainterTraining(
 )
 
 
-class PriorPainter:
+class PriorPainter(ABC):
     """A prior for one data set: its releases, its adaptation, its samples.
 
     - prior: the prior. settings: of the adaptation. public: facts of the images.
@@ -120,9 +121,9 @@ class PriorPainter:
 
     # -- the plan -----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def moments(self, share: float) -> list[Release]:
         """Return the release of means, with this share of 1 / noise² of releases on all images."""
-        raise NotImplementedError
 
     def gradients(self) -> list[Release]:
         return [Release("gradients", self.steps, self.sampling_prob)] if self.steps else []
@@ -144,14 +145,15 @@ class PriorPainter:
 
     # -- adaptation ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     def new_embedding(self) -> ImageEmbedding:
         """Return the embedding, whose state is to be loaded or which has it from the prior."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, vault: GradientVault, checkpoints: Checkpoints) -> tuple[ImageEmbedding, GradientVault]:
         """Return the embedding, and a vault of the embedded private images."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adapt(
         self,
         vault: GradientVault,
@@ -165,15 +167,14 @@ class PriorPainter:
 
         - embedded: the vault of the embedded images. counts: images of each class. teacher: if there is one.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def paint(self, generator_network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Draw images for labels [N]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_generator(self) -> nn.Module:
         """Return a generator for the private classes, whose weights are to be loaded."""
-        raise NotImplementedError
 
     def decode(self, painted: torch.Tensor) -> torch.Tensor:
         """Return painted images in the shape of the private ones."""
