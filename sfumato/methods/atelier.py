@@ -78,7 +78,7 @@ class Atelier(Synthesizer):
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
-      (default), `drop`, or `keep` the painter's label. May change after `fit`.
+      (default; with `prior` as `drop`), `drop`, or `keep` the painter's label. May change after `fit`.
     - soft_labels: bool, False; add the teacher's probabilities to samples. May change after `fit`.
     - variety: float, 1.0, from 0 to 1; how far relabelled images go beyond what the painter makes of a class: up to
       half way to another class, rotated by up to 8 degrees, scaled by 6 % and shifted by 5 %. Without effect with
@@ -254,8 +254,8 @@ class Atelier(Synthesizer):
             self.teacher_ = teacher = EmbeddingTeacher(embedding, len(public.classes))
             teacher.train_on(embedded, self.teacher, float(self.counts_.sum()), self._checkpoints)
         self.generator_ = painter.adapt(vault, embedded, embedding, self.counts_, self._checkpoints, teacher).eval()
-        if teacher is not None:
-            self.origins_ = self._class_origins(painter)
+        # Images of another class that the teacher takes for this one teach a classifier its mistakes (docs/priors.md).
+        self.origins_ = torch.eye(len(public.classes), device=self.torch_device)
 
     def _train_teacher(self, vault: GradientVault, painter: KernelPainter) -> Teacher:
         classes, images = len(painter.public.classes), float(self.counts_.sum())
@@ -282,11 +282,10 @@ class Atelier(Synthesizer):
             latents=bool(self.autoencoder),
         )
 
-    def _class_origins(self, painter: Painter) -> torch.Tensor:
+    def _class_origins(self, painter: KernelPainter) -> torch.Tensor:
         """Estimate P(class the painter meant | class the teacher sees), [seen, meant], on generated images."""
         classes = len(self.counts_)
-        count = IMAGES_PER_CLASS * classes
-        meant = even_labels(classes, min(count, self.adaptation.pool) if self.prior else count, self.torch_device)
+        meant = even_labels(classes, IMAGES_PER_CLASS * classes, self.torch_device)
         images = self._paint(painter, meant, torch.Generator(self.torch_device).manual_seed(self.seed))
         seen = self.teacher_.predict(images, self.sample_batch)
         pairs = functional.one_hot(seen, classes).T.double() @ functional.one_hot(meant, classes).double()

@@ -64,7 +64,7 @@ class PainterTraining:
     level_centre: float = 0.67
     levels: int = 16
     guidance: float = 2.0
-    tries: int = 3
+    tries: int = 8
 
     def __post_init__(self) -> None:
         for each in fields(self):
