@@ -43,6 +43,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
         "sampling_prob": 0.5,
         "adaptation": PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2),
     },
+    "private-evolution": {"rounds": 2, "candidates": 3, "adaptation": PainterTraining(pool=12, levels=2)},
     "dp-lflow": {
         "warm": "none",
         "steps": 2,
@@ -71,7 +72,7 @@ def small(method: str | type[Synthesizer], **settings: Any) -> Make:
     key = method if isinstance(method, str) else method.key
     with_a_prior = key == "atelier" and settings.get("prior") not in (None, "none")
     fixed = {"device": "cpu", **(ATELIER_WITH_A_PRIOR if with_a_prior else SMALL_SETTINGS.get(key, {})), **settings}
-    if key == "dp-diffusion":
+    if key in ("dp-diffusion", "private-evolution"):
         fixed = {"prior": random_prior(), **fixed}
     return lambda **params: build(method, **{**fixed, **params})
 

@@ -14,6 +14,7 @@ from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 from sfumato.methods.parameters import Setting
 from sfumato.methods.pge import GradientEstimation
+from sfumato.methods.private_evolution import PrivateEvolution
 from sfumato.methods.registry import METHODS, create, list_methods, load, register
 
 for _method in (
@@ -22,6 +23,7 @@ for _method in (
     KernelGenerator,
     Atelier,
     DPDiffusion,
+    PrivateEvolution,
     LatentFlow,
     GradientEstimation,
     NonlinearCondenser,
