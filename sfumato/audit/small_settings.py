@@ -20,6 +20,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
+from sfumato.methods.tuned import ScoreSettings
 from sfumato.priors.prior import PriorCard, save_prior
 from sfumato.testing import build
 
@@ -58,6 +59,11 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "ldpdc": {"images_per_class": 8, "sampling_prob": 0.5},
     "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 10, "sampling_prob": 0.5},
+    "tuned": {
+        "base": "dp-merf",
+        "grid": '[{"features": 60, "steps": 2, "batch_size": 20}, {"features": 100, "steps": 2, "batch_size": 20}]',
+        "scoring": ScoreSettings(images=20, epochs=1),
+    },
     "dm": {"images_per_class": 10, "iterations": 2, "width": 8},
     "dp-kernel-as-published": {"steps": 2, "generator": SIZES},
     "pge-as-published": {"steps": 2, "width": 8, "sampling": SAMPLER},

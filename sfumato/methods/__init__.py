@@ -16,6 +16,7 @@ from sfumato.methods.parameters import Setting
 from sfumato.methods.pge import GradientEstimation
 from sfumato.methods.private_evolution import PrivateEvolution
 from sfumato.methods.registry import METHODS, create, list_methods, load, register
+from sfumato.methods.tuned import Tuned
 
 for _method in (
     MeanEmbedding,
@@ -29,6 +30,7 @@ for _method in (
     NonlinearCondenser,
     LinearCondenser,
     Mixer,
+    Tuned,
     DistributionMatching,
     PublishedKernelGenerator,
     PublishedGradientEstimation,

@@ -31,6 +31,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
+from sfumato.methods.tuned import ScoreSettings
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.privacy import Ledger, Release
 from sfumato.testing import build
@@ -65,6 +66,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5},
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
+    "tuned": {
+        "base": "dp-kernel", "grid": '[{"steps": 2, "paths": 2}, {"steps": 3, "paths": 3}]',
+        "scoring": ScoreSettings(images=20, epochs=1),
+    },
 }  # fmt: skip
 NOT_PRIVATE: dict[str, dict[str, Any]] = {
     "dm": {"epsilon": math.inf, "images_per_class": 3, "iterations": 8, "batch_size": 4, "width": 8},
