@@ -57,7 +57,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "pge": {"warm": "none", "steps": 2, "sampling_prob": 0.1, "width": 8, "sampling": SAMPLER},
     "ldpdc": {"images_per_class": 8, "sampling_prob": 0.5},
-    "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5},
+    "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5, "passes": 2},
     "dpmix": {"images_per_class": 10, "sampling_prob": 0.5},
     "tuned": {
         "base": "dp-merf",

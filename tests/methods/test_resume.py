@@ -63,7 +63,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "warm": "none", "steps": 6, "sampling_prob": 0.3, "width": 8,
         "sampling": SamplerSettings(levels=2, leapfrogs=1),
     },
-    "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5},
+    "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5, "passes": 2},
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
     "tuned": {
