@@ -20,7 +20,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
-from sfumato.methods.tuned import ScoreSettings
+from sfumato.methods.tuned import ScoringSettings
 from sfumato.priors.prior import PriorCard, save_prior
 from sfumato.testing import build
 
@@ -62,7 +62,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "tuned": {
         "base": "dp-merf",
         "grid": '[{"features": 60, "steps": 2, "batch_size": 20}, {"features": 100, "steps": 2, "batch_size": 20}]',
-        "scoring": ScoreSettings(images=20, epochs=1),
+        "scoring": ScoringSettings(images=20, epochs=1),
     },
     "dm": {"images_per_class": 10, "iterations": 2, "width": 8},
     "dp-kernel-as-published": {"steps": 2, "generator": SIZES},

@@ -54,7 +54,7 @@ PREFIX = "try{}-"
 
 
 @dataclass(frozen=True)
-class ScoreSettings:
+class ScoringSettings:
     """Settings of the CNN that scores a candidate.
 
     - images: drawn from the candidate, at most. epochs, batch_size, learning_rate: of its training, by Adam.
@@ -79,11 +79,11 @@ class Tuned(Synthesizer):
     key: ClassVar[str] = "tuned"
     paper: ClassVar[str] = "report noisy max (Dwork and Roth 2014, section 3.3), with Gaussian noise"
     summary: ClassVar[str] = "another method, whose parameters are chosen privately; sfumato tune makes it"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"scoring": ScoreSettings(images=3000)}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"scoring": ScoringSettings(images=3000)}}
 
     base: str = "dp-merf"
     grid: str = '[{"learning_rate": 0.001}, {"learning_rate": 0.01}]'
-    scoring: ScoreSettings = constant(ScoreSettings())
+    scoring: ScoringSettings = constant(ScoringSettings())
 
     def candidates(self) -> list[Synthesizer]:
         """Return the methods to choose from, with the budget of this one."""

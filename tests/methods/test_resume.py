@@ -31,7 +31,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
-from sfumato.methods.tuned import ScoreSettings
+from sfumato.methods.tuned import ScoringSettings
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.privacy import Ledger, Release
 from sfumato.testing import build
@@ -68,7 +68,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
     "tuned": {
         "base": "dp-kernel", "grid": '[{"steps": 2, "paths": 2}, {"steps": 3, "paths": 3}]',
-        "scoring": ScoreSettings(images=20, epochs=1),
+        "scoring": ScoringSettings(images=20, epochs=1),
     },
 }  # fmt: skip
 NOT_PRIVATE: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
-from sfumato.methods.tuned import SCORE_SHARE, Scores, ScoreSettings
+from sfumato.methods.tuned import SCORE_SHARE, Scores, ScoringSettings
 from sfumato.testing import build
 
 QUICK = {"features": 100, "steps": 2, "batch_size": 20}
@@ -21,7 +21,7 @@ QUICK = {"features": 100, "steps": 2, "batch_size": 20}
 
 def tuned(*candidates: dict[str, Any], base: str = "dp-merf", **settings: Any) -> Any:
     grid = json.dumps([{**(QUICK if base == "dp-merf" else {}), **each} for each in candidates])
-    own = {"scoring": ScoreSettings(images=200, epochs=10, batch_size=32, learning_rate=3e-3)}
+    own = {"scoring": ScoringSettings(images=200, epochs=10, batch_size=32, learning_rate=3e-3)}
     return build("tuned", base=base, grid=grid, device="cpu", **{**own, **settings})
 
 
