@@ -67,7 +67,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
     "tuned": {
-        "base": "dp-kernel", "grid": '[{"steps": 2, "paths": 2}, {"steps": 3, "paths": 3}]',
+        "base": "dp-merf",
+        "grid": '[{"features": 60, "steps": 6, "batch_size": 20}, {"features": 40, "steps": 4, "batch_size": 20}]',
         "scoring": ScoringSettings(images=20, epochs=1),
     },
 }  # fmt: skip
