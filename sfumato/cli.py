@@ -33,13 +33,16 @@ from sfumato.cli_options import (
     MethodOptions,
     RunOptions,
     Sign,
+    advice,
+    check_before_fit,
     parse_assignments,
+    private_advice,
     read_like,
+    resumable,
     with_option_groups,
 )
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
-from sfumato.cli_run import advice, check_before_fit, private_advice, resumable
 from sfumato.cli_tune import tune
 
 if TYPE_CHECKING:

@@ -19,11 +19,12 @@ from sfumato.cli_options import (
     Json,
     MethodOptions,
     RunOptions,
+    check_before_fit,
     parse_assignments,
     read_like,
+    resumable,
     with_option_groups,
 )
-from sfumato.cli_run import check_before_fit, resumable
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet

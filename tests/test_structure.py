@@ -49,8 +49,7 @@ LAYERS = (
     ("console", "demo"),
     ("cli_options",),
     ("cli_audit", "cli_config", "cli_check", "cli_doctor", "cli_evaluate", "cli_prior", "cli_report"),
-    ("cli_compare", "cli_run"),
-    ("cli_tune",),
+    ("cli_compare", "cli_tune"),
     ("cli",),
     ("__main__",),
 )

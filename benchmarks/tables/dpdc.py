@@ -33,7 +33,7 @@ def condense(
     name: str, method: str, data: list[str], epsilons: list[float | None], epochs: int = 300, **more: Any
 ) -> list[Job]:
     given = {"measures": (f"convnet@{epochs}", *more.pop("measures", ())), "seeds": more.pop("seeds", 3)}
-    given["prepare"] = more.pop("prepare", None)
+    given |= {"prepare": more.pop("prepare", None), "constants": more.pop("constants", {})}
     sizes = {} if method == "dm" else {"public_size": True}
 
     def params(one: str) -> dict[str, Any]:
@@ -51,13 +51,19 @@ JOBS = [
     *condense("default", "dm", SETS, [None], iterations=1000),
     *condense("settings of the paper", "ldpdc", SETS, [100.0], **PAPER),
     *condense("settings of the paper", "ndpdc", SETS[:3], [100.0], seeds=1, preset="paper", iterations=10_000, **PAPER),
-    *condense("kept releases", "ndpdc", SETS, [1.0], 1000, passes=10),
-    *condense("kept releases", "ndpdc", SETS[:3], [0.2, 10.0], passes=10),
+    *condense("kept releases", "ndpdc", SETS, [1.0], 1000, preset="kept"),
+    *condense("kept releases", "ndpdc", SETS[:3], [0.2, 10.0], preset="kept"),
     *(
         job
         for passes in (1, 3, 10, 40)
         for job in condense(
-            f"held out, passes = {passes}", "ndpdc", SETS[:3], [1.0], seeds=1, passes=passes, prepare=held_out
+            f"held out, passes = {passes}",
+            "ndpdc",
+            SETS[:3],
+            [1.0],
+            seeds=1,
+            constants={"passes": passes},
+            prepare=held_out,
         )
     ),
     *(

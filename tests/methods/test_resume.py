@@ -54,7 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "generator": SIZES,
     },
     "dp-diffusion": {"prior": PRIOR, "steps": 4, "sampling_prob": 0.5, "adaptation": ADAPTATION},
-    "private-evolution": {"prior": PRIOR, "rounds": 4, "candidates": 3, "adaptation": ADAPTATION},
+    "private-evolution": {"prior": PRIOR, "rounds": 2, "candidates": 3, "adaptation": ADAPTATION},
     "dp-lflow": {
         "warm": "none", "steps": 8, "sampling_prob": 0.5, "code": 3, "width": 2, "couplings": 1, "hidden": 4,
         "procedural_batches": 2,
