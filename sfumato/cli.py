@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,9 +44,6 @@ from sfumato.cli_options import (
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
 from sfumato.cli_tune import tune
-
-if TYPE_CHECKING:
-    pass
 
 
 class Commands(TyperGroup):

@@ -369,6 +369,7 @@ def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:
 
 
 def advice(model: Synthesizer, public: Any) -> list[str]:
+    """Return warnings about weak settings, from public facts."""
     from sfumato.advice import warnings_for
     from sfumato.privacy.budget import Budget
 
