@@ -291,7 +291,13 @@ def results(data: str) -> str:
 
     def published(system: Mapping[str, Any]) -> list[str]:
         figures = system.get("accuracy", {}).get(data, {})
-        text = joined(f"{figures[f'{e:g}']:.1f}" if f"{e:g}" in figures else "" for e in EPSILONS)
+        means = system.get("accuracy_mean", {}).get(data, {})
+        keys = [f"{e:g}" for e in EPSILONS]
+        text = joined(
+            (f"{figures[key]:.1f}" + (f" ({means[key]:.1f})" if key in means else "") if key in figures else "")
+            for key in keys
+        )
+        text += " ³" if figures and system["classifier"] == "best of three" else ""
         valid = f"{system['valid']}: {system['reason']}".removesuffix(": ") if figures else ""
         return [text, valid]
 
@@ -312,6 +318,33 @@ def results(data: str) -> str:
         if system["method"] is None and data in system["accuracy"]:
             body.append([f"{system['system']}{' ²' if system['public_data'] else ''}", *["–"] * 5, *published(system)])
     return markdown(["", *by_epsilon(), "three classifiers", "Fréchet distance", "published", "valid"], body)
+
+
+def field_fid() -> str:
+    """Return FID of our methods and of published systems, and our accuracy by DPImageBench's classifiers."""
+    names, columns = {**DATA, "celeba": EVERY["celeba"]}, by_epsilon((1.0, 10.0))
+    rows, body = table("field")["rows"], []
+    jobs = sorted({(row["method"], row["job"]) for row in rows if row["method"]})
+    for method, job in jobs:
+        line, deep = [], []
+        for data in names:
+            query = {"table": "field", "method": method, "job": job, "data": data}
+            line.append(joined(cell({**query, **column, "measure": "fid"}) for column in columns.values()))
+            both = ("dpimagebench", "dpimagebench_best")
+            deep.append(joined(cell({**query, **column, "measure": both}) for column in columns.values()))
+        body.append([f"`{method}`" if job == "default" else f"`{method}`, {job}", *line, "; ".join(deep[:3])])
+    for system in systems():
+        figures = [system.get("fid", {}).get(data, {}) for data in names]
+        if any(figures):
+            line = [joined(f"{each[key]:g}" if key in each else "" for key in ("1", "10")) for each in figures]
+            title = f"{system['system']}, published{' ²' if system['public_data'] else ''}"
+            body.append([title, *line, "–"])
+    header = ["", *(f"FID, {title}" for title in names.values()), "deep classifiers: MNIST; Fashion-MNIST; CIFAR-10"]
+    note = (
+        "ε = 1 / 10. FID: 2015 Inception, all synthetic against all training images; published ones under their own "
+        "protocols. Deep classifiers: mean and best of DPImageBench's three networks. `python -m benchmarks field`."
+    )
+    return f"{markdown(header, body)}\n\n{note}"
 
 
 def faces_and_scans() -> str:
@@ -460,6 +493,7 @@ LAYOUTS: dict[str, Callable[[], str]] = {
     ),
     "results-cifar10": partial(results, "cifar10"),
     "results-faces-and-scans": faces_and_scans,
+    "results-fid": field_fid,
     "results-fashion-mnist": partial(results, "fashion-mnist"),
     "results-mnist": partial(results, "mnist"),
     "speed-gradients": speed_gradients,

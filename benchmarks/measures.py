@@ -2,7 +2,11 @@
 
 - NAME: accuracy in percent of a classifier of `sfumato.evaluate`, trained on the samples.
 - NAME@EPOCHS: the same, trained as in the condensation papers. NAME, annealed: as the authors of DP-MEPF train it.
-- fidelity: Fréchet distance, precision and recall in EfficientNet-Lite0 features.
+- fidelity: Fréchet distance, precision and recall in EfficientNet-Lite0 features, against 10,000 test images.
+- fid: FID as DPImageBench computes it: 2015 Inception, all samples against all training images. For real
+  images (no method): training against test images.
+- dpimagebench: mean and best of three deep classifiers, in the manner of DPImageBench; dpimagebench@EPOCHS: with fewer
+  epochs than there (50, CIFAR: 200).
 - teacher: accuracy of the teacher of `atelier` on test images.
 - auroc, auroc_image: AUROC of the likelihood of codes or images, one class against the others, averaged.
 - agreement: how often a CNN trained on real images sees the requested class, and the entropy in bits of what it sees.
@@ -18,11 +22,14 @@ from typing import Any
 import torch
 
 from sfumato.data import ImageSet
-from sfumato.evaluate import ANNEALED, Recipe, detect_each, downstream_accuracy, fidelity
+from sfumato.evaluate import ANNEALED, Recipe, bench_accuracy, detect_each, downstream_accuracy, fidelity
+from sfumato.evaluate.fidelity import frechet_distance
+from sfumato.features import features, load_feature_network
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.parameters import chosen_device
 
 DISTANCES = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
+_REAL_FEATURES: dict[tuple[int, int], torch.Tensor] = {}  # of the last data set, by size and sum of pixels
 MIRRORED = ("fashion-mnist", "cifar10", "celeba")  # data sets whose classes do not change in a mirror
 
 
@@ -52,9 +59,11 @@ def key_of(name: str) -> str:
 def measure(name: str, fitted: Fitted) -> dict[str, Any]:
     """Return the values of one measure by key."""
     own = {"fidelity": _fidelity, "teacher": _teacher, "agreement": _agreement, "accepted": _accepted}
-    own |= {"auroc": _auroc, "auroc_image": _auroc, "images_per_s": _images_per_s}
+    own |= {"auroc": _auroc, "auroc_image": _auroc, "images_per_s": _images_per_s, "fid": _fid}
     if name in own:
         return own[name](name, fitted)
+    if name.startswith("dpimagebench"):
+        return _dpimagebench(name, fitted)
     classifier, _, epochs = name.partition("@")
     recipe = Recipe(int(epochs), condensed=True, flip=fitted.data in MIRRORED) if epochs else Recipe()
     if classifier.endswith(", annealed"):
@@ -67,6 +76,28 @@ def measure(name: str, fitted: Fitted) -> dict[str, Any]:
 def _fidelity(_: str, fitted: Fitted) -> dict[str, Any]:
     found = fidelity(fitted.synthetic, fitted.test, device=fitted.torch_device, progress=False)
     return {key: round(found[key], 4) for key in DISTANCES}
+
+
+def _fid(name: str, fitted: Fitted) -> dict[str, Any]:
+    real = fitted.test if fitted.model is None else fitted.train
+    key = (len(real), int(real.images.sum(dtype=torch.int64)))
+    if key not in _REAL_FEATURES:
+        _REAL_FEATURES.clear()
+        _REAL_FEATURES[key] = _inception_features(real, fitted.torch_device)
+    found = _inception_features(fitted.synthetic, fitted.torch_device)
+    return {name: round(frechet_distance(_REAL_FEATURES[key], found), 3)}
+
+
+def _inception_features(images: ImageSet, device: torch.device) -> torch.Tensor:
+    return features(images, load_feature_network("inception"), device=device, progress=False).values.to(device)
+
+
+def _dpimagebench(name: str, fitted: Fitted) -> dict[str, Any]:
+    epochs = int(name.partition("@")[2] or 0) or None
+    options = {"cifar": fitted.data.startswith("cifar"), "epochs": epochs, "seed": fitted.seed}
+    found = bench_accuracy(fitted.synthetic, fitted.test, device=fitted.torch_device, **options)
+    each = {network: round(value, 2) for network, value in found.each.items()}
+    return {"dpimagebench": round(found.mean, 2), "dpimagebench_best": round(found.best, 2), "dpimagebench_each": each}
 
 
 def _teacher(name: str, fitted: Fitted) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.audit_layouts import EPSILONS as AUDITED_AT
 from benchmarks.audit_layouts import METHODS as AUDITED
 from benchmarks.audit_layouts import PUBLISHED, bound_of, measured
-from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, table
+from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, systems, table
 from benchmarks.store import values
 
 KEY = "sfumato-figures"
@@ -53,6 +53,16 @@ def curves() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
     return found
 
 
+def leaders() -> dict[str, list[tuple[str, float, float, bool]]]:
+    """Return for each data set (system, epsilon, published accuracy, whether it uses public images)."""
+    found: dict[str, list[tuple[str, float, float, bool]]] = {data: [] for data in DATA}
+    for system in systems():
+        for data in DATA if system["method"] is None else ():
+            for epsilon, accuracy in system["accuracy"].get(data, {}).items():
+                found[data].append((system["system"], float(epsilon), accuracy, system["public_data"]))
+    return found
+
+
 def draw_curves(path: Path, mark: str) -> None:
     """Accuracy against epsilon, one panel for each data set; bars go from the lowest to the highest seed."""
     pyplot = _pyplot()
@@ -63,6 +73,16 @@ def draw_curves(path: Path, mark: str) -> None:
             bars = [[m - v for m, v in zip(mean, low, strict=True)], [v - m for m, v in zip(mean, high, strict=True)]]
             style = {"color": f"C{METHODS.index(method)}", "label": method, "capsize": 2}
             axis.errorbar(epsilon, mean, bars, marker="o", linestyle="--" if "pdc" in method else "-", **style)
+        low, high = axis.get_ylim()
+        places: dict[float, float] = {}  # of the last label at an epsilon, so that labels do not overlap
+        for system, at, accuracy, public in sorted(leaders()[data], key=lambda leader: leader[2]):
+            if accuracy < low:
+                continue  # below our worst method
+            high = max(high, accuracy + 3)
+            places[at] = max(accuracy, places.get(at, 0.0) + 0.032 * (high - low))
+            axis.plot(at * 1.12, accuracy, marker="+" if public else "x", color="grey", markersize=5)
+            axis.annotate(system, (at * 1.25, places[at]), fontsize=6, color="grey", va="center")
+        axis.set(ylim=(low, high), xlim=(0.15, 32))
         axis.set(title=title, xlabel="ε", xscale="log", xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
@@ -72,12 +92,89 @@ def draw_curves(path: Path, mark: str) -> None:
     pyplot.close(figure)
 
 
+def times() -> dict[str, list[tuple[str, float, float]]]:
+    """Return for each data set (method, seconds of a fit on a GPU, accuracy) at epsilon 1, means over seeds."""
+    found: dict[str, list[tuple[str, float, float]]] = {data: [] for data in DATA}
+    for method in METHODS:
+        query = dict(main_query(method))
+        content, measure = table(query.pop("table")), query.pop("measure")
+        for data in DATA:
+            rows = [
+                row
+                for row in content["rows"]
+                if all(row.get(key) == value for key, value in {**query, "data": data, "epsilon": 1.0}.items())
+                and measure in row["measured"]
+                and row.get("fit_s")
+                and "NVIDIA" in row.get("device", content["device"])
+                and not row.get("sample")
+            ]
+            if rows:
+                seconds, accuracies = ([row["fit_s"] for row in rows], [row["measured"][measure] for row in rows])
+                found[data].append((method, sum(seconds) / len(rows), sum(accuracies) / len(rows)))
+    return found
+
+
+def draw_times(path: Path, mark: str) -> None:
+    """Accuracy at epsilon 1 against the seconds of a fit."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 3.8))
+    for axis, (data, title) in zip(axes, DATA.items(), strict=True):
+        for method, seconds, accuracy in times()[data]:
+            axis.plot(seconds, accuracy, marker="o", color=f"C{METHODS.index(method)}")
+            axis.annotate(method, (seconds * 1.08, accuracy), fontsize=8, va="center")
+        axis.set(title=title, xlabel="seconds of a fit, one GPU", xscale="log")
+        axis.margins(x=0.25)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy, %")
+    _save(figure, path, mark)
+    pyplot.close(figure)
+
+
+def qualities() -> dict[str, list[tuple[str, float, float, float, bool]]]:
+    """Return for each data set (name, epsilon, FID, accuracy, whether it is ours)."""
+    found: dict[str, list[tuple[str, float, float, float, bool]]] = {data: [] for data in DATA}
+    for system in systems():
+        for data in DATA:
+            for epsilon, fid in system.get("fid", {}).get(data, {}).items():
+                if (accuracy := system["accuracy"].get(data, {}).get(epsilon)) is not None:
+                    found[data].append((system["system"], float(epsilon), fid, accuracy, False))
+    rows = table("field")["rows"]
+    for job, method in sorted({(row["job"], row["method"]) for row in rows if row["method"]}):
+        name = method if job == "default" else f"{method}, {job}"
+        for data in DATA:
+            for epsilon in EPSILONS:
+                query = {"job": job, "method": method, "data": data, "epsilon": epsilon}
+                fids, accuracies = (values(rows, measure, **query) for measure in ("fid", "small_cnn"))
+                if fids and accuracies:
+                    means = sum(fids) / len(fids), sum(accuracies) / len(accuracies)
+                    found[data].append((name, epsilon, *means, True))
+    return found
+
+
+def draw_qualities(path: Path, mark: str) -> None:
+    """Accuracy against FID; published figures are grey, and under their own protocols."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 3.8))
+    for axis, (data, title) in zip(axes, DATA.items(), strict=True):
+        for name, epsilon, fid, accuracy, ours in qualities()[data]:
+            axis.plot(fid, accuracy, marker="o" if ours else "x", color="C0" if ours else "grey")
+            label = f"{name}, ε = {epsilon:g}"
+            axis.annotate(label, (fid * 1.08, accuracy), fontsize=7, va="center", color="C0" if ours else "grey")
+        axis.set(title=title, xlabel="FID", xscale="log", xlim=(1.5, 400))
+        axis.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy, %")
+    _save(figure, path, mark)
+    pyplot.close(figure)
+
+
 def settings() -> dict[str, list[tuple[str, float, float, float]]]:
     """Return for each varied setting of `ndpdc` (data, value, accuracy, epsilon)."""
     found: dict[str, list[tuple[str, float, float, float]]] = {name: [] for name in VARIED}
     for row in table("dpdc")["rows"]:
         name, _, value = row["job"].partition(" = ")
-        if value:
+        if name in found:
             found[name].append((row["data"], float(value), row["measured"]["convnet"], row["certified"]))
     return found
 
@@ -151,7 +248,9 @@ def _pyplot() -> Any:
 
 
 PLOTS: dict[str, tuple[Callable[[], str], Callable[[Path, str], None]]] = {
-    "accuracy.png": (lambda: _mark(curves()), draw_curves),
+    "accuracy.png": (lambda: _mark([curves(), leaders()]), draw_curves),
+    "time.png": (lambda: _mark(times()), draw_times),
+    "fid.png": (lambda: _mark(qualities()), draw_qualities),
     "audit.png": (lambda: _mark(audits()), draw_audits),
     "ndpdc_settings.png": (lambda: _mark(settings()), draw_settings),
 }

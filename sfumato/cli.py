@@ -6,12 +6,9 @@ The modules of the commands import PyTorch inside functions only, so that help a
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,16 +33,17 @@ from sfumato.cli_options import (
     MethodOptions,
     RunOptions,
     Sign,
+    advice,
+    check_before_fit,
     parse_assignments,
+    private_advice,
     read_like,
+    resumable,
     with_option_groups,
 )
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
-
-if TYPE_CHECKING:
-    from sfumato.data import ImageSet
-    from sfumato.methods.base import Synthesizer
+from sfumato.cli_tune import tune
 
 
 class Commands(TyperGroup):
@@ -117,8 +115,8 @@ def plan(
     outline = source.outline()
     public = model.public_facts(outline)
     planned, settings, notes = model.plan(public), model.settings(public), model.explain_plan(public)
-    advice = _advice(model, public)
-    console.print_warnings([*advice, *_private_advice(model, outline)])
+    warned = advice(model, public)
+    console.print_warnings([*warned, *private_advice(model, outline)])
     if public.unit == "person":
         notes = [*notes, f"at most {source.max_per_person} images of each person are used"]
     if (source.size is None or source.mode is None) and Path(source.data).is_dir():
@@ -130,7 +128,7 @@ def plan(
         facts |= {name: getattr(public, name) for name in names}
         fits = {} if budget is None else {"budget": str(budget), "fits": refusal is None, "refusal": refusal}
         return console.print_json(
-            {**facts, **console.plan_to_dict(planned, settings), "notes": notes, "warnings": advice, **fits}
+            {**facts, **console.plan_to_dict(planned, settings), "notes": notes, "warnings": warned, **fits}
         )
     console.print_plan(planned, model.key, public, settings)
     for note in notes:
@@ -161,9 +159,9 @@ def fit(
     usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
-    with _resumable(target):
+    with resumable(target):
         images = source.load()
-        _check_before_fit(model, images, run)
+        check_before_fit(model, images, run)
         model.fit(images, run_dir=target, max_per_person=source.max_per_person, **vars(run))
     certificate = model.certificate_
     if as_json:
@@ -259,11 +257,11 @@ def synth(
     elif reference is not None or show_test:
         raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
-    with _resumable(target):
+    with resumable(target):
         images = source.load()
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
         real = None if reference is None else read_like(reference, images, "train", source.on_error)
-        _check_before_fit(model, images, run)
+        check_before_fit(model, images, run)
         result = synthesize(
             model,
             images,
@@ -343,68 +341,16 @@ app.command(
     epilog="Example: sfumato compare mnist --public --methods dp-merf,atelier --epsilons 0.2,1,10 --seeds 3 --test "
     "mnist --out comparison/"
 )(compare)
+app.command(
+    epilog="Examples: sfumato tune scans/ --size 32 -m dp-merf --try steps=1000,4000 -e 1 --out shared/ ; sfumato tune "
+    "mnist --public --test mnist -m dp-merf --try steps=1000,4000"
+)(tune)
 app.command(epilog=AUDIT_EPILOG)(audit)
 app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
 app.add_typer(key_app, name="key")
 app.add_typer(budget_app, name="budget")
 app.add_typer(prior_app, name="prior")
 app.command(epilog="Examples: sfumato doctor ; sfumato doctor scans/ --size 32 --method atelier")(doctor)
-
-
-def _advice(model: Synthesizer, public: Any) -> list[str]:
-    from sfumato.advice import warnings_for
-    from sfumato.privacy.budget import Budget
-
-    return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
-
-
-def _private_advice(model: Synthesizer, images: ImageSet) -> list[str]:
-    """Return warnings that depend on the private number of images, for the owner's eyes on the terminal."""
-    from sfumato.advice import private_warnings_for
-
-    return private_warnings_for(images, model.epsilon, model.delta)
-
-
-def _check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
-    """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
-    from sfumato import console
-    from sfumato.synthesize import check_budget
-
-    public = model.public_facts(images)
-    console.print_warnings([*_advice(model, public), *_private_advice(model, images)])
-    if not run.resume:  # a resumed run is already charged
-        check_budget(model, public, run.budget)
-
-
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
-    from sfumato import console
-    from sfumato.methods.parameters import started
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        if started(folder):
-            command = shlex.join(["sfumato", *[part for part in sys.argv[1:] if part != "--resume"], "--resume"])
-            message = f"interrupted; the privacy budget that was charged stays charged. Continue with:\n  {command}"
-        else:
-            message = "interrupted; no privacy budget was spent"
-        console.err.print(escape(message), soft_wrap=True)
-        raise typer.Exit(130) from None
-    finally:
-        if not started(folder):
-            _remove_if_empty(folder)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run that never started."""
-    if folder.is_dir():
-        for name in ("ledger.jsonl", "ledger.lock"):
-            if (folder / name).is_file():
-                (folder / name).unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _fail(error: Exception, status: int) -> None:

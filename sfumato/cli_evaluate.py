@@ -42,8 +42,12 @@ def evaluate(
         str | None, typer.Option(help="Measure these public real images, too, for comparison.")
     ] = None,
     network: Annotated[
-        str, typer.Option(help="Choose the feature network for fidelity: effnet_lite0, inception or none.")
-    ] = "effnet_lite0",
+        list[str] | None,
+        typer.Option(
+            help="Choose a feature network for fidelity: effnet_lite0, inception (FID) or none; repeatable.",
+            show_default="effnet_lite0",
+        ),
+    ] = None,
     target: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write all results to this JSON file, and a preview of each set.")
     ] = None,
@@ -55,6 +59,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure utility and fidelity of synthetic sets against public test images."""
+    networks = [] if network == ["none"] else network or ["effnet_lite0"]
+    if "none" in networks:
+        raise typer.BadParameter("none leaves out fidelity; give no other network with it", param_hint="--network")
     from sfumato import console
     from sfumato.data import DataError, contact_sheet
     from sfumato.data.atomic import write_json
@@ -75,13 +82,12 @@ def evaluate(
     if private is not None:
         for public in (held_out, *list(loaded.values())[len(sets) :]):
             check_disjoint(private, public)
-    feature_network = None if network == "none" else network
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            found = compare(loaded, test=held_out, profile=profile, network=feature_network, device=computing)
+            found = compare(loaded, test=held_out, profile=profile, network=networks, device=computing)
         except DataError as error:
-            hint = "" if feature_network is None or "pip install" not in str(error) else NO_NETWORK
+            hint = "" if not networks or "pip install" not in str(error) else NO_NETWORK
             raise DataError(f"{error}{hint}") from error
         if private is not None:
             measure_private(first, private, (target.parent if target is not None else Path()) / "private")

@@ -1,4 +1,4 @@
-"""Options of the command line: their help texts, groups that several commands share, and the values they parse to.
+"""What commands share: options, groups of them and the values they parse to; advice before a fit, and Ctrl-C in it.
 
 This module and those of the commands import PyTorch only inside functions, so that a usage error is printed at once.
 """
@@ -6,8 +6,11 @@ This module and those of the commands import PyTorch only inside functions, so t
 from __future__ import annotations
 
 import ast
+import shlex
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet
@@ -362,3 +366,60 @@ def read_synthetic(source: str, **options: Any) -> ImageSet:
 def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:
     """Return the size and mode that give images of this shape. Only square images are resized."""
     return (shape[1] if shape[1] == shape[2] else None), ("grey" if shape[0] == 1 else "rgb")
+
+
+def advice(model: Synthesizer, public: Any) -> list[str]:
+    """Return warnings about weak settings, from public facts."""
+    from sfumato.advice import warnings_for
+    from sfumato.privacy.budget import Budget
+
+    return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
+
+
+def private_advice(model: Synthesizer, images: ImageSet) -> list[str]:
+    """Return warnings that depend on the private number of images, for the owner's eyes on the terminal."""
+    from sfumato.advice import private_warnings_for
+
+    return private_warnings_for(images, model.epsilon, model.delta)
+
+
+def check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
+    """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
+    from sfumato import console
+    from sfumato.synthesize import check_budget
+
+    public = model.public_facts(images)
+    console.print_warnings([*advice(model, public), *private_advice(model, images)])
+    if not run.resume:  # a resumed run is already charged
+        check_budget(model, public, run.budget)
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
+    from sfumato import console
+    from sfumato.methods.parameters import started
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if started(folder):
+            command = shlex.join(["sfumato", *[part for part in sys.argv[1:] if part != "--resume"], "--resume"])
+            message = f"interrupted; the privacy budget that was charged stays charged. Continue with:\n  {command}"
+        else:
+            message = "interrupted; no privacy budget was spent"
+        console.err.print(escape(message), soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        if not started(folder):
+            _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run that never started."""
+    if folder.is_dir():
+        for name in ("ledger.jsonl", "ledger.lock"):
+            if (folder / name).is_file():
+                (folder / name).unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()

@@ -277,6 +277,9 @@ def test_evaluate_without_the_extra_names_both_ways(
     status, _, err = run("evaluate", folder, "--test", folder)
     assert status == 1
     assert "pip install 'sfumato[fidelity]'. Or pass --network none" in " ".join(err.split())
+    status, _, err = run("evaluate", folder, "--test", folder, "--network", "none", "--network", "inception")
+    assert status == 2
+    assert "no other network" in " ".join(err.split())
 
 
 def test_printed_commands_run_where_sfumato_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ LAYERS = (
     ("console", "demo"),
     ("cli_options",),
     ("cli_audit", "cli_config", "cli_check", "cli_doctor", "cli_evaluate", "cli_prior", "cli_report"),
-    ("cli_compare",),
+    ("cli_compare", "cli_tune"),
     ("cli",),
     ("__main__",),
 )
@@ -73,6 +73,8 @@ FREE_TEXT = {
     "residual",
     "preset",
     "prior",
+    "base",
+    "grid",
 }  # names or files
 INTERFACES = (
     "privacy",

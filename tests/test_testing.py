@@ -36,7 +36,8 @@ from sfumato.testing import (
 PRIOR = Path(__file__).parent / "priors" / "tiny.safetensors"  # random weights
 CONDITIONED = PRIOR.with_name("conditioned.safetensors")  # also random, with an embedding
 ADAPTATION = PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2)
-QUICK = {**SMALL_SETTINGS, "dp-diffusion": {**SMALL_SETTINGS["dp-diffusion"], "prior": str(PRIOR)}}
+WITH_PRIOR = {key: {**SMALL_SETTINGS[key], "prior": str(PRIOR)} for key in ("dp-diffusion", "private-evolution")}
+QUICK = {**SMALL_SETTINGS, **WITH_PRIOR}
 PRIVATE = [key for key, method in METHODS.items() if method.guarantee == "differential-privacy"]
 
 
@@ -71,6 +72,12 @@ def test_atelier_with_a_prior_is_sound(
     monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
     prior = {**QUICK["dp-diffusion"], "teacher": TeacherSettings(steps=2), **settings}
     check_synthesizer(lambda **params: build("atelier", **{"device": "cpu", **prior, **params}), fewer_digits)
+
+
+@pytest.mark.slow
+def test_evolution_after_an_adaptation_is_sound(fewer_digits: ImageSet) -> None:
+    options = {"prior": str(CONDITIONED), "adapt": True, "steps": 2, "sampling_prob": 0.5, "adaptation": ADAPTATION}
+    check_synthesizer(lambda **params: quick("private-evolution")(**{**options, **params}), fewer_digits)
 
 
 @pytest.mark.parametrize("key", [key for key in METHODS if key not in PRIVATE])

@@ -1,6 +1,8 @@
 """DP-MEPF at several budgets: accuracy, a larger encoder, no labels, early stopping.
 
-The larger encoder is resnet18_tinyimagenet.safetensors in $SFUMATO_WEIGHTS (`benchmarks/train_encoder.py`).
+The larger encoder is resnet18_tinyimagenet.safetensors in $SFUMATO_WEIGHTS (`benchmarks/train_encoder.py`). The paper's
+kind of encoder is vgg19_adain.safetensors, or vgg16_lpips.safetensors, there (`benchmarks/vgg_weights.py`). FID needs
+the extra `fid`.
 """
 
 from __future__ import annotations
@@ -67,6 +69,31 @@ JOBS = [
         [10.0],
         params=LARGE,
         measures=(*SIMPLE, "convnet", "resnet18", "resnet9", "resnet9, annealed"),
+    ),
+    *jobs(
+        "vgg19 encoder",
+        "dp-mepf",
+        ["cifar10"],
+        [1.0, 10.0, 0.2],
+        params={**PARAMS, "encoder": "vgg19_adain"},
+        measures=("small_cnn", "resnet9, annealed", "fidelity", "fid"),
+    ),
+    *jobs(
+        "vgg19 encoder",
+        "dp-mepf",
+        ["celeba"],
+        [1.0, 10.0, 0.2],
+        params={**PARAMS, "encoder": "vgg19_adain"},
+        measures=("small_cnn", "fidelity", "fid"),
+    ),
+    *jobs(
+        "vgg16 encoder",
+        "dp-mepf",
+        ["cifar10", "celeba"],
+        [1.0, 10.0, 0.2],
+        params={**PARAMS, "encoder": "vgg16_lpips"},
+        measures=("small_cnn", "fidelity", "fid"),
+        seeds=1,
     ),
     *jobs(
         "unlabelled",

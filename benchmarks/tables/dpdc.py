@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from benchmarks.measures import MIRRORED
 from benchmarks.runner import Job, jobs
+from sfumato.data import ImageSet
 
 SETS = ["mnist", "fashion-mnist", "cifar10", "celeba", "mednist"]
 OTHERS = ("mlp@300", "lenet@300", "alexnet@300", "vgg11@300", "resnet18@300")
@@ -17,10 +20,20 @@ VARIED = {
 }
 
 
+HELD_OUT = 5000  # training images on which the number of passes is chosen
+
+
+def held_out(images: ImageSet, _: ImageSet) -> tuple[ImageSet, ImageSet]:
+    """Return the training images without some, and these in place of the test images."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.subset(order[HELD_OUT:]), images.subset(order[:HELD_OUT])
+
+
 def condense(
     name: str, method: str, data: list[str], epsilons: list[float | None], epochs: int = 300, **more: Any
 ) -> list[Job]:
     given = {"measures": (f"convnet@{epochs}", *more.pop("measures", ())), "seeds": more.pop("seeds", 3)}
+    given |= {"prepare": more.pop("prepare", None), "constants": more.pop("constants", {})}
     sizes = {} if method == "dm" else {"public_size": True}
 
     def params(one: str) -> dict[str, Any]:
@@ -38,6 +51,21 @@ JOBS = [
     *condense("default", "dm", SETS, [None], iterations=1000),
     *condense("settings of the paper", "ldpdc", SETS, [100.0], **PAPER),
     *condense("settings of the paper", "ndpdc", SETS[:3], [100.0], seeds=1, preset="paper", iterations=10_000, **PAPER),
+    *condense("kept releases", "ndpdc", SETS, [1.0], 1000, preset="kept"),
+    *condense("kept releases", "ndpdc", SETS[:3], [0.2, 10.0], preset="kept"),
+    *(
+        job
+        for passes in (1, 3, 10, 40)
+        for job in condense(
+            f"held out, passes = {passes}",
+            "ndpdc",
+            SETS[:3],
+            [1.0],
+            seeds=1,
+            constants={"passes": passes},
+            prepare=held_out,
+        )
+    ),
     *(
         job
         for name, values in VARIED.items()

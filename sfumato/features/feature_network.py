@@ -6,11 +6,12 @@ images in batches, so memory grows with the number of features only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -18,7 +19,7 @@ from torch.nn import functional
 from sfumato.data import DataError, ImageSet
 from sfumato.features import efficientnet, inception
 from sfumato.features.efficientnet import EfficientNetLite0
-from sfumato.features.inception import Inception
+from sfumato.features.inception import Inception, load_inception
 from sfumato.features.weights import Weights, find_weights, load_weights
 from sfumato.progress import bar
 
@@ -42,6 +43,7 @@ class Card:
     - mean, scale: the network input is (pixel - mean) / scale for pixels in 0..255.
     - weights: the published weight file.
     - architecture: the network class.
+    - load: loads a weight file into the network.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Card:
     scale: float
     weights: Weights
     architecture: type[Inception] | type[EfficientNetLite0]
+    load: Callable[[Any, Path], None] = load_weights
 
 
 EFFNET_LITE0 = Card(
@@ -82,6 +85,7 @@ INCEPTION = Card(
     scale=128,
     weights=inception.WEIGHTS,
     architecture=Inception,
+    load=load_inception,
 )
 CARDS = {
     card.name: card
@@ -96,7 +100,10 @@ CARDS = {
 
 @dataclass(frozen=True, eq=False)
 class FeatureNetwork:
-    """A network for inference, from pixels [B, 3, size, size] to features [B, D] and logits [B, K], with its card."""
+    """A network for inference, from pixels [B, 3, size, size] to features [B, D] and logits [B, K], with its card.
+
+    The logits are None if the weight file has no classifier.
+    """
 
     card: Card
     network: torch.nn.Module
@@ -131,7 +138,7 @@ def load_feature_network(name: str, weights: str | Path | None = None) -> Featur
         raise DataError(f"unknown feature network {name!r}; did you mean {nearest!r}? (available: {', '.join(CARDS)})")
     card = CARDS[name]
     network = card.architecture()
-    load_weights(network, find_weights(card.weights, weights))
+    card.load(network, find_weights(card.weights, weights))
     network.eval().requires_grad_(False).fold()
     return FeatureNetwork(card, network.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
@@ -151,7 +158,7 @@ def features(
     - network: name of a feature network, default `effnet_lite0`, or a loaded one.
     - device: where the network runs, default "cpu".
     - batch_size: default 8 on a CPU, 256 on a GPU.
-    - probabilities: also return class probabilities, default False.
+    - probabilities: also return class probabilities, if the network has a classifier; default False.
     - progress: show a progress bar, default True.
     """
     encoder = load_feature_network(network) if isinstance(network, str) else network
@@ -161,17 +168,17 @@ def features(
         raise DataError(f"batch_size must be at least 1, got {batch_size}")
     model = encoder.network.to(device)
     values = torch.empty(len(images), encoder.card.dimension)
-    classes = torch.empty(len(images), encoder.card.classes) if probabilities else None
+    classes: list[torch.Tensor] = []
     no_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
     with torch.inference_mode(), no_tf32, bar("features") if progress else nullcontext(lambda *_: None) as advance:
         for start in range(0, len(images), batch_size):
             batch = images.images[start : start + batch_size].to(device)
             outputs, logits = model(encoder.prepare(batch))
             values[start : start + batch_size] = outputs.float().cpu()
-            if classes is not None:
-                classes[start : start + batch_size] = logits.float().softmax(1).cpu()
+            if probabilities and logits is not None:
+                classes.append(logits.float().softmax(1).cpu())
             advance(min(start + batch_size, len(images)), len(images))
-    return Features(encoder.card.name, values, classes)
+    return Features(encoder.card.name, values, torch.cat(classes) if classes else None)
 
 
 def resized(pixels: torch.Tensor, size: int, resize: Resize) -> torch.Tensor:

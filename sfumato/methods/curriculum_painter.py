@@ -163,6 +163,13 @@ class CurriculumPainter(PriorPainter):
         settings, guidance = self.settings, self.settings.guidance if len(self.public.classes) > 1 else 1.0
         return draw_images(network, self.public.shape, labels, generator, levels=settings.levels, guidance=guidance)
 
+    def vary(
+        self, network: nn.Module, images: torch.Tensor, labels: torch.Tensor, level: float, generator: torch.Generator
+    ) -> torch.Tensor:
+        assert isinstance(network, ScoreNetwork)
+        settings, shape = self.settings, self.public.shape
+        return draw_images(network, shape, labels, generator, levels=settings.levels, start=images, highest=level)
+
     def new_generator(self) -> ScoreNetwork:
         """Return a network for the private classes, whose weights are to be loaded."""
         shares = torch.zeros(len(self.public.classes), self.prior.card.classes)

@@ -5,7 +5,10 @@ of every class and releases a noisy sum; all that follows is post-processing.
 
 - `ldpdc` releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a synthetic image.
 - `ndpdc` releases noisy sums of embeddings by a fresh random network, clipped to norm G, of augmented images; synthetic
-  images descend on the squared distance between their own mean embedding and the released one.
+  images descend on the squared distance between their own mean embedding and the released one. With `passes` the
+  released means are kept and matched again, in the networks that they were made with: a release is charged and noised
+  once, however often it is used. (Dosser, ICCV 2025, has this idea, but stores sums without noise and adds fresh noise
+  at each use.)
 
 Released: M (ldpdc) or I (ndpdc) noisy class sums over Poisson samples; noisy class counts unless sizes are declared.
 Public: image shape, class names; networks and augmentations, which are drawn from the user's seed.
@@ -66,7 +69,8 @@ class NonlinearCondenser(PrivateCondenser):
     - bound: float, 0.3; clipping norm, the paper's G.
     - flip: bool, False; include mirroring in the augmentation.
 
-    Presets: `paper`, the authors' form.
+    Presets: `paper`, the authors' form; `kept`, each release is used ten times: once when it is made, then again from
+    memory, free of charge.
     """
 
     key: ClassVar[str] = "ndpdc"
@@ -83,12 +87,14 @@ class NonlinearCondenser(PrivateCondenser):
             "decay": False,
             "smoothness": 0.0,
             "average": 0.0,
-        }
+        },
+        "kept": {"passes": 10},
     }
 
     iterations: int = 500
     bound: float = 0.3
     flip: bool = False
+    passes: int = constant(1)  # how often each release is used
     augmentation: bool = constant(True)  # the same for real and synthetic images, per class and iteration
     # Rows are directions minus the synthetic images' mean direction in their class, which is public: it comes from
     # earlier releases. Embeddings of a class are similar, so these residuals are short and allow a small bound.
@@ -105,14 +111,14 @@ class NonlinearCondenser(PrivateCondenser):
         return self.iterations
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
-        generator = torch.Generator(self.torch_device).manual_seed(self.seed)
+        device, flip = self.torch_device, self.flip if self.augmentation else None
         expected = self._expected(vault, public)
-        views = RandomViews(public, generator, width=self.width, flip=self.flip if self.augmentation else None)
+        views = RandomViews(public, torch.Generator(device).manual_seed(self.seed + 1), width=self.width, flip=flip)
         matcher = Matcher(
             public,
             self.images_per_class,
-            self.iterations,
-            generator,
+            self.iterations * self.passes,
+            torch.Generator(device).manual_seed(self.seed),
             unit=True,
             learning_rate=2 * GROUP * self.images_per_class * self.learning_rate,
             momentum=self.momentum,
@@ -121,8 +127,11 @@ class NonlinearCondenser(PrivateCondenser):
             average=self.average,
             start=self.start,
         )
-        rows = None
-        for _ in self._checkpoints.loop("matching", self.iterations, views=views, matcher=matcher):
+        rows, scale = None, self.bound if self.residual else 1.0
+        state: dict[str, Any] = {"views": views, "matcher": matcher}
+        if self.passes > 1:
+            state["kept"] = torch.zeros(self.iterations, len(public.classes), views.features, device=device)
+        for number in self._checkpoints.loop("matching", self.iterations, **state):
             view = views.next()
             rows = rows or self._rows(view)
             means = matcher.means(view)
@@ -136,7 +145,20 @@ class NonlinearCondenser(PrivateCondenser):
             )
             found = sums / (expected * self.bound)
             matcher.pull(view, found if self.residual else found - means)
+            if self.passes > 1:
+                state["kept"][number] = means + scale * found if self.residual else found
+        if self.passes > 1:
+            self._match_again(views, matcher, state["kept"], scale)
         self._keep(matcher.result(), matcher.labels)
+
+    def _match_again(self, views: RandomViews, matcher: Matcher, kept: torch.Tensor, scale: float) -> None:
+        """Match the released means again, pass by pass. No private image is asked about."""
+        again = self.iterations * (self.passes - 1)
+        for number in self._checkpoints.loop("matching again", again, views=views, matcher=matcher):
+            if number % self.iterations == 0:
+                views.restart()
+            view = views.next()
+            matcher.pull(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
 
     def _rows(self, kind: View) -> Callable[..., torch.Tensor]:
         """The rows that are released, as a function of images, labels, synthetic means and a view's tensors."""

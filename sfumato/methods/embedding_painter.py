@@ -140,6 +140,28 @@ class EmbeddingPainter(PriorPainter):
             condition=generator_network.gaussians.draw(labels, generator),
         )
 
+    def vary(
+        self,
+        generator_network: nn.Module,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        level: float,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Ask for images with the embeddings of these images."""
+        assert isinstance(generator_network, ConditionedGenerator)
+        embedding = self.new_embedding()
+        return draw_images(
+            generator_network.network,
+            self.prior.card.shape,
+            torch.full_like(labels, -1),
+            generator,
+            levels=self.settings.levels,
+            condition=embedding.condition(embedding(images)),
+            start=images,
+            highest=level,
+        )
+
     def new_generator(self) -> ConditionedGenerator:
         card = self.prior.card
         return ConditionedGenerator(self.prior.network().to(self.device), len(self.public.classes), card.condition)

@@ -173,8 +173,23 @@ class PriorPainter(ABC):
         """Draw images for labels [N]."""
 
     @abstractmethod
+    def vary(
+        self,
+        generator_network: nn.Module,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        level: float,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Return variations of painted images [N, C, H, W]: noise of this level is added and removed."""
+
+    @abstractmethod
     def new_generator(self) -> nn.Module:
-        """Return a generator for the private classes, whose weights are to be loaded."""
+        """Return a generator for the private classes, whose weights are to be loaded.
+
+        Until then it draws the prior's images, whatever the class: zeros in place of a condition mean that nothing is
+        known.
+        """
 
     def decode(self, painted: torch.Tensor) -> torch.Tensor:
         """Return painted images in the shape of the private ones."""

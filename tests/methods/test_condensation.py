@@ -89,6 +89,41 @@ def test_pulling_towards_real_means_brings_them_nearer(unit: bool, digits: Image
     assert not torch.equal(matcher.result(), matcher.images)  # an average
 
 
+def test_views_are_drawn_again(digits: ImageSet) -> None:
+    views = RandomViews(digits.public(), torch.Generator().manual_seed(0), width=8, flip=False)
+    first = [views.next() for _ in range(3)]
+    views.restart()
+    for view in first:
+        again = views.next()
+        assert all(torch.equal(a, b) for a, b in zip(view.tensors(), again.tensors(), strict=True))
+    assert view.tensors()[0].shape[0] == 8
+    assert views.features == view(digits.images[:1].float(), digits.labels[:1]).shape[1]
+
+
+def test_further_passes_cost_nothing_and_match_better(digits: ImageSet) -> None:
+    """Without noise and in one network, which the second and later passes see again."""
+    few = digits.subset(range(200))
+    plans = [quick("ndpdc", passes=passes).plan(few.public()) for passes in (1, 5)]
+    assert plans[0] == plans[1]
+    errors = []
+    for passes in (1, 6):
+        settings = {"epsilon": math.inf, "sampling_prob": 1.0, "bound": 2.0, "augmentation": False, "public_size": True}
+        model = quick("ndpdc", passes=passes, iterations=10, learning_rate=5.0, **settings).fit(few)
+        assert [event["times"] for event in model.certificate_.events] == [10]
+        views = RandomViews(few.public(), torch.Generator().manual_seed(1), width=8, flip=None)
+        view, distance = views.next(), 0.0
+        for label in range(10):
+            real = few.images[few.labels == label].float() / 127.5 - 1
+            made = model.images_[model.labels_ == label]
+            means = [
+                torch.nn.functional.normalize(view(images, torch.full((len(images),), label))).mean(0)
+                for images in (real, made)
+            ]
+            distance += float((means[0] - means[1]).square().sum())
+        errors.append(distance)
+    assert errors[1] < 0.7 * errors[0]
+
+
 def test_smooth_steps_are_smooth_and_as_strong() -> None:
     public = PublicFacts((1, 16, 16), ("a",), True, None)
 

@@ -31,6 +31,7 @@ from sfumato.methods.kernel_painter import PainterSettings
 from sfumato.methods.pge import SamplerSettings
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
+from sfumato.methods.tuned import ScoringSettings
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.privacy import Ledger, Release
 from sfumato.testing import build
@@ -53,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "generator": SIZES,
     },
     "dp-diffusion": {"prior": PRIOR, "steps": 4, "sampling_prob": 0.5, "adaptation": ADAPTATION},
+    "private-evolution": {"prior": PRIOR, "rounds": 2, "candidates": 3, "adaptation": ADAPTATION},
     "dp-lflow": {
         "warm": "none", "steps": 8, "sampling_prob": 0.5, "code": 3, "width": 2, "couplings": 1, "hidden": 4,
         "procedural_batches": 2,
@@ -61,9 +63,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "warm": "none", "steps": 6, "sampling_prob": 0.3, "width": 8,
         "sampling": SamplerSettings(levels=2, leapfrogs=1),
     },
-    "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5},
+    "ndpdc": {"images_per_class": 6, "iterations": 8, "width": 8, "sampling_prob": 0.5, "passes": 2},
     "ldpdc": {"images_per_class": 6, "sampling_prob": 0.5},
     "dpmix": {"images_per_class": 6, "sampling_prob": 0.5},
+    "tuned": {
+        "base": "dp-merf",
+        "grid": '[{"features": 60, "steps": 6, "batch_size": 20}, {"features": 40, "steps": 4, "batch_size": 20}]',
+        "scoring": ScoringSettings(images=20, epochs=1),
+    },
 }  # fmt: skip
 NOT_PRIVATE: dict[str, dict[str, Any]] = {
     "dm": {"epsilon": math.inf, "images_per_class": 3, "iterations": 8, "batch_size": 4, "width": 8},
