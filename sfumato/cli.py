@@ -112,29 +112,18 @@ def plan(
     """Show the planned releases, their noise and all settings. Spend no privacy budget, decode at most one image."""
     from sfumato import console
     from sfumato.certificate.dataset_budget import DatasetBudget
+    from sfumato.preview import preview
 
     model = options.create()
     outline = source.outline()
-    public = model.public_facts(outline)
-    planned, settings, notes = model.plan(public), model.settings(public), model.explain_plan(public)
-    advice = _advice(model, public)
-    console.print_warnings([*advice, *_private_advice(model, outline)])
-    if public.unit == "person":
-        notes = [*notes, f"at most {source.max_per_person} images of each person are used"]
-    if (source.size is None or source.mode is None) and Path(source.data).is_dir():
-        notes = [*notes, "the shape is that of the first image; declare --size and --mode, since all must agree"]
-    refusal = None if budget is None else DatasetBudget(budget).refusal(planned)
+    declared = (source.size is not None and source.mode is not None) or not Path(source.data).is_dir()
+    found = preview(model, outline, max_per_person=source.max_per_person, shape_declared=declared)
+    console.print_warnings([*found.warnings, *found.private_warnings])
+    refusal = None if budget is None else DatasetBudget(budget).refusal(found.plan)
     if as_json:
-        names = ("shape", "classes", "unit", "sizes")
-        facts = {"method": model.key, "prior": getattr(model, "prior", "") or None}
-        facts |= {name: getattr(public, name) for name in names}
         fits = {} if budget is None else {"budget": str(budget), "fits": refusal is None, "refusal": refusal}
-        return console.print_json(
-            {**facts, **console.plan_to_dict(planned, settings), "notes": notes, "warnings": advice, **fits}
-        )
-    console.print_plan(planned, model.key, public, settings)
-    for note in notes:
-        console.out.print(escape(note), soft_wrap=True)
+        return console.print_json({**found.to_dict(), **fits})
+    console.print_plan(found)
     if budget is not None:
         fitting = f"[green]fits[/green] into {escape(str(budget))}"
         console.out.print(fitting if refusal is None else f"[red]does not fit[/red]: {escape(refusal)}", soft_wrap=True)
@@ -351,29 +340,15 @@ app.add_typer(prior_app, name="prior")
 app.command(epilog="Examples: sfumato doctor ; sfumato doctor scans/ --size 32 --method atelier")(doctor)
 
 
-def _advice(model: Synthesizer, public: Any) -> list[str]:
-    from sfumato.advice import warnings_for
-    from sfumato.privacy.budget import Budget
-
-    return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
-
-
-def _private_advice(model: Synthesizer, images: ImageSet) -> list[str]:
-    """Return warnings that depend on the private number of images, for the owner's eyes on the terminal."""
-    from sfumato.advice import private_warnings_for
-
-    return private_warnings_for(images, model.epsilon, model.delta)
-
-
 def _check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
     """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
     from sfumato import console
+    from sfumato.advice import advice
     from sfumato.synthesize import check_budget
 
-    public = model.public_facts(images)
-    console.print_warnings([*_advice(model, public), *_private_advice(model, images)])
+    console.print_warnings([text for kind in advice(model, images) for text in kind])
     if not run.resume:  # a resumed run is already charged
-        check_budget(model, public, run.budget)
+        check_budget(model, model.public_facts(images), run.budget)
 
 
 @contextmanager
@@ -381,8 +356,11 @@ def _resumable(folder: Path) -> Iterator[None]:
     """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
     from sfumato import console
     from sfumato.methods.parameters import started
+    from sfumato.progress import show_spending
 
     try:
+        if not started(folder):
+            show_spending(lambda: "nothing spent yet")
         yield
     except KeyboardInterrupt:
         if started(folder):
