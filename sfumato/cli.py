@@ -42,6 +42,7 @@ from sfumato.cli_options import (
 )
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
+from sfumato.cli_serve import serve
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet
@@ -334,6 +335,7 @@ app.command(
 )(compare)
 app.command(epilog=AUDIT_EPILOG)(audit)
 app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
+app.command(epilog="Examples: sfumato serve ; sfumato serve --root /data --port 9000 --out /data/runs")(serve)
 app.add_typer(key_app, name="key")
 app.add_typer(budget_app, name="budget")
 app.add_typer(prior_app, name="prior")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet
@@ -140,7 +141,7 @@ class DataOptions:
 
     def load(self) -> ImageSet:
         """Read the images."""
-        return read_images(self.data, **self._reading())
+        return read_images(self.data, **self.reading())
 
     def outline(self) -> ImageSet:
         """Read everything but the pixels, which are blank. At most one image is decoded."""
@@ -149,11 +150,12 @@ class DataOptions:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DataWarning)
-            images = read_outline(self.data, **load_options(**self._reading()))
+            images = read_outline(self.data, **load_options(**self.reading()))
         print_warnings(caught)
         return images
 
-    def _reading(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
+        """Return the options by their names, without the data."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
 
 
@@ -279,6 +281,28 @@ def _field_parameters(group: type) -> list[Parameter]:
         )
         for field in fields(group)
     ]
+
+
+def to_arguments(options: DataOptions | MethodOptions | RunOptions) -> list[str]:
+    """Return the command line arguments that give these options: `--name=value`, so that no value is taken as a name.
+
+    The argument (the data) comes last, after `--`.
+    """
+    hints = get_type_hints(type(options), include_extras=True)
+    found: list[str] = []
+    last: list[str] = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        info = next(each for each in hints[field.name].__metadata__ if isinstance(each, OptionInfo | ArgumentInfo))
+        names = [text for text in (info.default, *(info.param_decls or ())) if str(text).startswith("--")]
+        name = names[0] if names else f"--{field.name.replace('_', '-')}"  # Typer keeps the first one as the default
+        if isinstance(info, ArgumentInfo):
+            last += ["--", str(value)]
+        elif value is True:
+            found.append(name)
+        elif value is not None and value != field.default:
+            found += [f"{name}={part}" for part in (value if isinstance(value, list) else [value])]
+    return [*found, *last]
 
 
 def parse_assignments(texts: list[str] | None) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from sfumato.data.persons import DICOM, persons_of_paths, reads_paths
 TABLES = ("labels.csv", "metadata.csv")  # the second is the name in Hugging Face's image folders
 FILE_COLUMNS = ("file", "file_name", "filename")
 LABEL_COLUMN = "label"
-# Files that file managers and archivers leave behind, and the index of a folder of DICOM files.
-SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir"})
+RUNS_FOLDER = "sfumato-runs"  # of `sfumato serve`: it may lie beside the class folders
+# Files that file managers and archivers leave behind, the index of a folder of DICOM files, and our own runs.
+SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir", RUNS_FOLDER})
 UNSAFE_CHARACTERS = frozenset('%/\\:*?"<>|')
 SPLIT_NAME = re.compile(r"(?:.*[-_ .])?(train|test|val|valid|eval)(?:ing|idation)?(?:[-_ .].*)?", re.IGNORECASE)
 
