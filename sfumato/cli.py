@@ -366,7 +366,8 @@ def _resumable(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if started(folder):
-            command = shlex.join(["sfumato", *[part for part in sys.argv[1:] if part != "--resume"], "--resume"])
+            name, *rest = [part for part in sys.argv[1:] if part != "--resume"]
+            command = shlex.join(["sfumato", name, "--resume", *rest])  # what follows -- is no option
             message = f"interrupted; the privacy budget that was charged stays charged. Continue with:\n  {command}"
         else:
             message = "interrupted; no privacy budget was spent"

@@ -294,8 +294,9 @@ def to_arguments(options: DataOptions | MethodOptions | RunOptions) -> list[str]
     for field in fields(options):
         value = getattr(options, field.name)
         info = next(each for each in hints[field.name].__metadata__ if isinstance(each, OptionInfo | ArgumentInfo))
-        names = [text for text in (info.default, *(info.param_decls or ())) if str(text).startswith("--")]
-        name = names[0] if names else f"--{field.name.replace('_', '-')}"  # Typer keeps the first one as the default
+        given = (info.default, *(info.param_decls or ()))  # Typer keeps the first name as the default
+        names = [text for text in given if isinstance(text, str) and text.startswith("--")]
+        name = names[0] if names else f"--{field.name.replace('_', '-')}"
         if isinstance(info, ArgumentInfo):
             last += ["--", str(value)]
         elif value is True:

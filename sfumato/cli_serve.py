@@ -37,7 +37,7 @@ def serve(
         raise ModuleNotFoundError("sfumato serve needs the extra 'web': pip install 'sfumato[web]'")
     from sfumato import console
     from sfumato.data.folders import RUNS_FOLDER
-    from sfumato.web import serve as run_server
+    from sfumato.web.server import serve as run_server
 
     def announce(link: str) -> None:
         console.out.print(f"folders below  {escape(str(root.resolve()))}", soft_wrap=True)

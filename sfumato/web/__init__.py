@@ -12,7 +12,3 @@ Threat model:
   (`places.py`, `run_form.py`), and uploads are unpacked by a process with limits (`uploads.py`).
 - A crash: runs are processes of their own, and their state is on disk (`runs.py`).
 """
-
-from sfumato.web.server import serve
-
-__all__ = ["serve"]

@@ -10,7 +10,8 @@ from markupsafe import Markup
 from sfumato.preview import Preview
 from sfumato.report.guarantee import attack_success, curve_of, shares_of
 
-WIDTH, ROW, TOP, NAME, BAR = 640, 46, 30, 150, 220
+WIDTH, ROW, TOP = 480, 56, 28
+SHARE, SECOND, NOISE = 190, 265, 150  # width of the first bar, start and width of the second
 LOW_NOISE, HIGH_NOISE = 0.1, 10_000.0  # ends of the scale
 
 
@@ -19,7 +20,7 @@ def describe(found: Preview) -> dict[str, Any]:
     public, plan = found.public, found.plan
     budget = plan.budget
     channels, height, width = public.shape
-    curve = curve_of(plan.releases, budget.adjacency, plan.epsilon, budget.delta)
+    success = attack_success(curve_of(plan.releases, budget.adjacency, plan.epsilon, budget.delta))
     return {
         "preview": found,
         "facts": [
@@ -31,47 +32,53 @@ def describe(found: Preview) -> dict[str, Any]:
             ("Number declared public", "no" if public.sizes is None else f"{sum(public.sizes):g} {public.unit}s"),
             ("Total", f"ε {plan.epsilon:.4g} at δ {budget.delta:g}, {budget.adjacency}"),
         ],
-        "success": attack_success(curve),
+        "success": success,
+        "percent": percent(success),
         "chart": chart(found),
-        "gauge": gauge(attack_success(curve)),
+        "gauge": gauge(success),
     }
 
 
 def chart(found: Preview) -> Markup:
     """Draw one row for each release: its share of the budget, and its noise on a logarithmic scale."""
-    plan, rows = found.plan, []
+    plan, rows, told = found.plan, [], []
     shares = shares_of(plan.releases, plan.budget.adjacency, plan.budget.delta)
     for number, (release, share) in enumerate(zip(plan.releases, shares, strict=True)):
         y = TOP + number * ROW
         times = f"{release.times:,} times" if release.times > 1 else "once"
-        sampled = "" if release.sampling_prob == 1 else f", {release.sampling_prob:.2g} of the images"
-        noise = (math.log(release.noise) - math.log(LOW_NOISE)) / (math.log(HIGH_NOISE) - math.log(LOW_NOISE))
-        rows.append(_text(0, y + 16, release.name, "name") + _text(0, y + 32, f"{times}{sampled}", "soft"))
-        rows.append(_bar(NAME, y, BAR * share, "share", f"{100 * share:.0f} %"))
-        rows.append(_bar(NAME + BAR + 60, y, 150 * min(max(noise, 0.01), 1), "noise", f"{release.noise:.3g}"))
-    height = TOP + ROW * len(plan.releases)
-    heads = _text(NAME, 14, "share of the budget", "soft") + _text(NAME + BAR + 60, 14, "noise multiplier", "soft")
-    told = "; ".join(
-        f"{release.name}: {100 * share:.0f} % of the budget, noise multiplier {release.noise:.3g}"
-        for release, share in zip(plan.releases, shares, strict=True)
-    )
-    start = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(WIDTH, height, f"Releases. {told}")
+        sampled = "" if release.sampling_prob == 1 else f", each on {release.sampling_prob:.2g} of the images"
+        noise = math.log(release.noise / LOW_NOISE) / math.log(HIGH_NOISE / LOW_NOISE)
+        name = Markup('<tspan class="name">{}</tspan> <tspan class="soft">{}{}</tspan>').format(
+            release.name, times, sampled
+        )
+        rows.append(_text(0, y + 16, name, "name"))
+        rows.append(_bar(0, y + 22, SHARE * share, "share", f"{100 * share:.0f} %"))
+        rows.append(_bar(SECOND, y + 22, NOISE * min(max(noise, 0.01), 1), "noise", f"{release.noise:.3g}"))
+        told.append(f"{release.name}: {100 * share:.0f} % of the budget, noise multiplier {release.noise:.3g}")
+    height, label = TOP + ROW * len(plan.releases), f"Releases. {'; '.join(told)}"
+    start = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(WIDTH, height, label)
+    heads = _text(0, 14, "share of the budget", "soft") + _text(SECOND, 14, "noise multiplier", "soft")
     return start + heads + Markup("").join(rows) + Markup("</svg>")
 
 
 def gauge(success: float) -> Markup:
     """Draw how often an attacker guesses a coin right, between blind guessing and certainty."""
-    place = 20 + 600 * min(max(2 * success - 1, 0.0), 1.0)
-    told = f"An attacker guesses right at most {100 * success:.1f} % of the time; blind guessing gives 50 %"
+    place = 10 + (WIDTH - 20) * min(max(2 * success - 1, 0.0), 1.0)
+    told = f"An attacker guesses right at most {percent(success)} of the time; blind guessing gives 50 %"
     return Markup(
-        '<svg viewBox="0 0 640 64" role="img" aria-label="{}">'
-        '<rect x="20" y="26" width="600" height="10" rx="5" class="rail"/>'
-        '<rect x="20" y="26" width="{:.1f}" height="10" rx="5" class="share"/>'
-        '<circle cx="{:.1f}" cy="31" r="9" class="dot"/>'
-        '<text x="20" y="58" class="soft">50 %, blind guess</text>'
-        '<text x="620" y="58" text-anchor="end" class="soft">100 %, certainty</text>'
-        '<text x="{:.1f}" y="16" text-anchor="middle" class="name">{:.1f} %</text></svg>'
-    ).format(told, place - 20, place, min(max(place, 40), 600), math.ceil(1000 * success - 1e-9) / 10)
+        '<svg viewBox="0 0 {0} 64" role="img" aria-label="{1}">'
+        '<rect x="10" y="26" width="{2}" height="10" rx="5" class="rail"/>'
+        '<rect x="10" y="26" width="{3:.1f}" height="10" rx="5" class="share"/>'
+        '<circle cx="{4:.1f}" cy="31" r="9" class="dot"/>'
+        '<text x="0" y="58" class="soft">50 %, blind guess</text>'
+        '<text x="{0}" y="58" text-anchor="end" class="soft">100 %, certainty</text>'
+        '<text x="{5:.1f}" y="16" text-anchor="middle" class="name">{6}</text></svg>'
+    ).format(WIDTH, told, WIDTH - 20, place - 10, place, min(max(place, 30), WIDTH - 30), percent(success))
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, rounded up: what is promised is never understated."""
+    return f"{math.ceil(1000 * share - 1e-9) / 10:.1f} %"
 
 
 def _classes(found: Preview) -> str:
@@ -84,9 +91,9 @@ def _classes(found: Preview) -> str:
 
 def _bar(x: float, y: float, width: float, kind: str, text: str) -> Markup:
     rect = Markup('<rect x="{}" y="{}" width="{:.1f}" height="18" rx="3" class="{}"/>').format(
-        x, y + 5, max(width, 2.0), kind
+        x, y, max(width, 2.0), kind
     )
-    return rect + _text(x + max(width, 2.0) + 6, y + 19, text, "value")
+    return rect + _text(x + max(width, 2.0) + 6, y + 14, text, "value")
 
 
 def _text(x: float, y: float, text: str, kind: str) -> Markup:

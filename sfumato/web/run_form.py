@@ -13,6 +13,7 @@ from typing import Any
 
 from sfumato.cli_options import DataOptions, MethodOptions, RunOptions, load_options, to_arguments
 from sfumato.data import DataError, DataWarning, ImageSet, read_outline
+from sfumato.data.persons import REGEX
 from sfumato.methods.registry import list_methods
 from sfumato.preview import Preview, preview
 from sfumato.priors import list_priors
@@ -51,6 +52,8 @@ def read_form(given: Mapping[str, Any], places: Places) -> RunForm:
     """Check the fields of a form. Raise `DataError` that names a field that cannot be used."""
     fields = {name: str(value).strip() for name, value in {**DEFAULTS, **given}.items()}
     text = {name: _text(fields, name) for name in ("label_column", "person", "classes", "issuer", "subject", "budget")}
+    if any((text[name] or "").startswith(REGEX) for name in ("person", "label_column")):
+        raise DataError("regular expressions are for the command line, since one can keep a server busy for ever")
     person = text["person"] if fields["unit"] == "person" else None
     if fields["unit"] == "person" and person is None:
         raise DataError("say where the person of an image stands, for example folder:1")

@@ -156,7 +156,7 @@ class WebRun:
             return {}
 
 
-class Runs:
+class RunStore:
     """All runs of a folder. `limit` of them may run at a time."""
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -191,7 +191,7 @@ class Runs:
             if not folder.exists():
                 self._check_limit()
                 folder.mkdir()
-                target = f"{name}-synthetic"
+                target = f"synthetic-{request[:6]}"  # it is published, and the name of the data may be private
                 job = {"name": target, "source": source, "created": datetime.now(UTC).isoformat(), **about}
                 write_json(folder / "job.json", {**job, "arguments": arguments(folder / target)})
                 self._launch(WebRun(folder), resume=False)

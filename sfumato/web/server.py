@@ -25,13 +25,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from sfumato import __version__
+from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError
 from sfumato.privacy import BudgetExceeded, LedgerError
 from sfumato.web.guard import CSRF_FIELD, Door, GuardMiddleware, posted
 from sfumato.web.picture import describe
 from sfumato.web.places import Places
 from sfumato.web.run_form import DEFAULTS, Previews, choices, read_form
-from sfumato.web.runs import FINISHED, RUNNING, Runs, WebRun
+from sfumato.web.runs import FINISHED, RUNNING, RunStore, WebRun
 from sfumato.web.uploads import MAX_UPLOAD, check_upload
 
 REPORT_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
@@ -43,7 +44,7 @@ CHECKS_AT_ONCE = 2
 class Pages:
     """The endpoints. `door` lets people in, `places` are the folders, `runs` the runs."""
 
-    def __init__(self, door: Door, places: Places, runs: Runs, cookie: str) -> None:
+    def __init__(self, door: Door, places: Places, runs: RunStore, cookie: str) -> None:
         self.door, self.places, self.runs, self.cookie = door, places, runs, cookie
         self._previews = Previews(places)
         self._checks = 0
@@ -287,7 +288,7 @@ def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: in
     """
     door, places = Door(), Places(root, runs)
     cookie = f"sfumato-{port}"
-    pages = Pages(door, places, Runs(runs, limit), cookie)
+    pages = Pages(door, places, RunStore(runs, limit), cookie)
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: pages.explain, Exception: pages.explain}
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
@@ -317,6 +318,7 @@ def serve(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(128)  # who opens the link at once has to wait, but is not turned away
     except OSError as error:
         listener.close()
         raise DataError(f"{host}:{port} cannot be used: {error.strerror}; choose another port with --port") from None
@@ -371,6 +373,7 @@ def _environment() -> Environment:
         loader=PackageLoader("sfumato.web", "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["duration"] = _duration
+    environment.filters["up"] = lambda value: f"{rounded_up(value, 4):g}"  # what is promised is never understated
     environment.filters["query"] = lambda values: urlencode(values)
     environment.globals["version"] = __version__
     return environment

@@ -98,7 +98,8 @@ def _certificates(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.parts), path))[:MAX_CERTIFICATES]
 
 
-def _check(folder: Path, limits: dict[str, Any]) -> list[dict[str, Any]]:
+def check_folder(folder: Path, limits: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the verification of each certificate in the upload of a folder, in this process. See `check_upload`."""
     from sfumato.certificate import verify
 
     upload = folder / UPLOAD
@@ -132,7 +133,7 @@ def _main() -> None:
     ):
         resource.setrlimit(limit, (value, value))
     try:
-        answer: dict[str, Any] = {"certificates": _check(Path(sys.argv[1]), json.loads(sys.argv[2]))}
+        answer: dict[str, Any] = {"certificates": check_folder(Path(sys.argv[1]), json.loads(sys.argv[2]))}
     except DataError as error:
         answer = {"error": str(error)}
     except Exception:  # what a damaged file raises is not foreseeable, and says nothing to people

@@ -1,7 +1,7 @@
 """The whole job in a real browser: from a folder to a verified certificate. Run with `make browser-test`.
 
-It needs Chromium and its driver (Debian: chromium, chromium-driver); Selenium downloads nothing. With SFUMATO_SCREENSHOTS
-set to a folder, it writes pictures of the pages there, at the width of a desktop and of a phone.
+It needs Chromium and its driver (Debian: chromium, chromium-driver); Selenium downloads nothing. If SFUMATO_SCREENSHOTS
+names a folder, it writes pictures of the pages there, at the width of a desktop and of a phone.
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ def test_from_a_folder_to_a_verified_certificate(driver: Any, root: Path, tmp_pa
 
         # The server goes away; the run goes on; a new server finds it.
         run_page = driver.current_url
+        driver.get("about:blank")
         assert "go on" in server.stop()
         server = Server(root)
         driver.get(server.link)

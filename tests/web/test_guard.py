@@ -111,7 +111,7 @@ def test_what_goes_wrong_inside_is_not_shown(served, monkeypatch):
         raise RuntimeError("secret /path/of/a/patient")
 
     person = served.person()
-    monkeypatch.setattr(server.Runs, "list", fail)
+    monkeypatch.setattr(server.RunStore, "list", fail)
     quiet = TestClient(served.app, base_url="http://127.0.0.1:8765", raise_server_exceptions=False)
     quiet.cookies = person.client.cookies
     answer = quiet.get("/")

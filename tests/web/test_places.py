@@ -24,8 +24,8 @@ def places(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["..", "../outside", "a/../../outside", "a/../b", "/etc", "//etc", "a/out", "a/out/x", "~", "~root", "a/\0", "nothing",
-     "../root-but-longer", "a/notes.txt", "sfumato-runs", "sfumato-runs/x", "a/./../../outside", "x" * 5000],
+    ["..", "../outside", "a/../../outside", "a/../b", "/etc", "//etc", "a/out", "a/out/x", "~", "~root", "a/\0",
+     "nothing", "../root-but-longer", "a/notes.txt", "sfumato-runs", "sfumato-runs/x", "a/./../../outside", "x" * 5000],
 )  # fmt: skip
 def test_a_path_out_of_the_root_is_refused(places, name):
     with pytest.raises(DataError, match="below the root"):

@@ -5,10 +5,15 @@ const find = (selector) => document.querySelector(selector);
 
 // The token is behind the # of the link, which is sent to no server.
 const enter = find("[data-enter]");
-if (enter && location.hash.length > 1) {
-  enter.elements.token.value = location.hash.slice(1);
-  history.replaceState(null, "", location.pathname);
-  enter.submit();
+if (enter) {
+  const comeIn = () => {
+    if (location.hash.length < 2) return;
+    enter.elements.token.value = location.hash.slice(1);
+    history.replaceState(null, "", location.pathname);
+    enter.submit();
+  };
+  comeIn();
+  window.addEventListener("hashchange", comeIn);
 }
 
 const link = find("[data-select]");
@@ -26,6 +31,10 @@ if (form) {
     const [name, value] = part.dataset.if.split("=");
     part.hidden = form.elements[name].value !== value;
   });
+  const summarize = () => {
+    const found = target.querySelector("[data-summary]");
+    form.querySelector("output").textContent = found ? found.dataset.summary : "";
+  };
   const update = async () => {
     if (request) request.abort();
     request = new AbortController();
@@ -37,6 +46,7 @@ if (form) {
       const answer = await fetch("/plan?" + new URLSearchParams(fields), { signal: request.signal });
       target.innerHTML = await answer.text();
       target.removeAttribute("aria-busy");
+      summarize();
     } catch (error) {
       if (error.name !== "AbortError") { target.removeAttribute("aria-busy"); target.textContent = "The server does not answer."; }
     }
@@ -45,6 +55,7 @@ if (form) {
   slider.hidden = false;
   toSlider();
   showParts();
+  summarize();
   form.querySelector("[data-update]").hidden = true;
   slider.addEventListener("input", () => { epsilon.value = String(parseFloat((10 ** slider.value).toPrecision(2))); });
   epsilon.addEventListener("input", toSlider);
