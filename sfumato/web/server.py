@@ -130,7 +130,8 @@ class Pages:
             found, _ = self._previews.preview(wanted)
             source = self.places.name_of(Path(wanted.data.data))
             about = {"method": found.method, "epsilon": found.plan.epsilon, "delta": found.plan.budget.delta}
-            about |= {"unit": found.public.unit, "prior": found.prior}
+            asked = {name: value for name, value in wanted.fields.items() if name not in (CSRF_FIELD, "request")}
+            about |= {"unit": found.public.unit, "prior": found.prior, "fields": asked}
             return self.runs.start(given.get("request", ""), source, about, wanted.arguments)
 
         try:
@@ -141,10 +142,13 @@ class Pages:
 
     def _form(self, request: Request, given: dict[str, Any], mistake: str | None = None) -> Response:
         fields = {**DEFAULTS, **{name: str(value) for name, value in given.items()}}
-        if not given.get("epsilon"):  # a new form: the boxes that are ticked at first
-            fields["skip"] = ""
+        planned = self._planned(given)
+        if planned["planned"] is not None and not given.get(
+            "epsilon"
+        ):  # a new form: declare the colour of the first image
+            fields["mode"] = "grey" if planned["planned"]["preview"].public.shape[0] == 1 else "rgb"
         fresh = secrets.token_hex(16)
-        context = {"fields": fields, "fresh": fresh, "mistake": mistake, **choices(), **self._planned(given)}
+        context = {"fields": fields, "fresh": fresh, "mistake": mistake, **choices(), **planned}
         earlier = [_row(run) for run in self.runs.list() if run.job["source"] == fields.get("folder", "")]
         return self._page(request, "new.html.j2", status=400 if mistake else 200, earlier=earlier, **context)
 
@@ -360,6 +364,7 @@ def _details(run: WebRun) -> dict[str, Any]:
         "log": "" if state in (RUNNING, FINISHED) else run.log,
         "certificate": certificate if state == FINISHED else None,
         "folder": str(run.output),
+        "fields": run.job.get("fields", {}),
     }
 
 
