@@ -147,6 +147,7 @@ class Pages:
             "epsilon"
         ):  # a new form: declare the colour of the first image
             fields["mode"] = "grey" if planned["planned"]["preview"].public.shape[0] == 1 else "rgb"
+            planned = self._planned(fields)
         fresh = secrets.token_hex(16)
         context = {"fields": fields, "fresh": fresh, "mistake": mistake, **choices(), **planned}
         earlier = [_row(run) for run in self.runs.list() if run.job["source"] == fields.get("folder", "")]
