@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow gpu-test docs tables render clean
+.PHONY: demo test slow gpu-test browser-test docs tables render clean
 
 demo: $(READY)
 	$(BIN)/sfumato demo
@@ -21,6 +21,10 @@ slow: $(READY)
 # On a machine with a GPU: the tests that are skipped elsewhere.
 gpu-test: $(READY)
 	$(BIN)/pytest -m gpu
+
+# The page of `sfumato serve` in a real browser. Debian: apt-get install chromium chromium-driver
+browser-test: $(READY)
+	$(BIN)/pytest -m browser -rs
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.data.errors import first_few
+from sfumato.methods.base import Synthesizer
 from sfumato.privacy.budget import Budget
 
 MAX_EPSILON = 20
@@ -59,6 +60,13 @@ NUMBERED_PERSON = re.compile(
     r"(patient|pat|person|proband|subject|subj|sub|user|client|case|id)[-_ #]*\d+", re.IGNORECASE
 )
 PUBLIC_CODE = re.compile(r"n\d{8}|\d{1,4}")
+
+
+def advice(model: Synthesizer, images: ImageSet) -> tuple[list[str], list[str]]:
+    """Return the warnings about a run: those for everybody, and those for the owner's eyes."""
+    public = model.public_facts(images)
+    budget = Budget(model.epsilon, model.delta, model.adjacency, public.unit)
+    return warnings_for(public, budget), private_warnings_for(images, model.epsilon, model.delta)
 
 
 def warnings_for(public: PublicFacts, budget: Budget) -> list[str]:

@@ -33,16 +33,15 @@ from sfumato.cli_options import (
     MethodOptions,
     RunOptions,
     Sign,
-    advice,
     check_before_fit,
     parse_assignments,
-    private_advice,
     read_like,
     resumable,
     with_option_groups,
 )
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
+from sfumato.cli_serve import serve
 from sfumato.cli_tune import tune
 
 
@@ -110,29 +109,18 @@ def plan(
     """Show the planned releases, their noise and all settings. Spend no privacy budget, decode at most one image."""
     from sfumato import console
     from sfumato.certificate.dataset_budget import DatasetBudget
+    from sfumato.preview import preview
 
     model = options.create()
     outline = source.outline()
-    public = model.public_facts(outline)
-    planned, settings, notes = model.plan(public), model.settings(public), model.explain_plan(public)
-    warned = advice(model, public)
-    console.print_warnings([*warned, *private_advice(model, outline)])
-    if public.unit == "person":
-        notes = [*notes, f"at most {source.max_per_person} images of each person are used"]
-    if (source.size is None or source.mode is None) and Path(source.data).is_dir():
-        notes = [*notes, "the shape is that of the first image; declare --size and --mode, since all must agree"]
-    refusal = None if budget is None else DatasetBudget(budget).refusal(planned)
+    declared = (source.size is not None and source.mode is not None) or not Path(source.data).is_dir()
+    found = preview(model, outline, max_per_person=source.max_per_person, shape_declared=declared)
+    console.print_warnings([*found.warnings, *found.private_warnings])
+    refusal = None if budget is None else DatasetBudget(budget).refusal(found.plan)
     if as_json:
-        names = ("shape", "classes", "unit", "sizes")
-        facts = {"method": model.key, "prior": getattr(model, "prior", "") or None}
-        facts |= {name: getattr(public, name) for name in names}
         fits = {} if budget is None else {"budget": str(budget), "fits": refusal is None, "refusal": refusal}
-        return console.print_json(
-            {**facts, **console.plan_to_dict(planned, settings), "notes": notes, "warnings": warned, **fits}
-        )
-    console.print_plan(planned, model.key, public, settings)
-    for note in notes:
-        console.out.print(escape(note), soft_wrap=True)
+        return console.print_json({**found.to_dict(), **fits})
+    console.print_plan(found)
     if budget is not None:
         fitting = f"[green]fits[/green] into {escape(str(budget))}"
         console.out.print(fitting if refusal is None else f"[red]does not fit[/red]: {escape(refusal)}", soft_wrap=True)
@@ -347,6 +335,7 @@ app.command(
 )(tune)
 app.command(epilog=AUDIT_EPILOG)(audit)
 app.command(epilog="Examples: sfumato report shared/ ; sfumato report runs/*/ --out comparison.html")(report)
+app.command(epilog="Examples: sfumato serve ; sfumato serve --root /data --port 9000 --out /data/runs")(serve)
 app.add_typer(key_app, name="key")
 app.add_typer(budget_app, name="budget")
 app.add_typer(prior_app, name="prior")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
+from typer.models import ArgumentInfo, OptionInfo
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet
@@ -144,7 +145,7 @@ class DataOptions:
 
     def load(self) -> ImageSet:
         """Read the images."""
-        return read_images(self.data, **self._reading())
+        return read_images(self.data, **self.reading())
 
     def outline(self) -> ImageSet:
         """Read everything but the pixels, which are blank. At most one image is decoded."""
@@ -153,11 +154,12 @@ class DataOptions:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DataWarning)
-            images = read_outline(self.data, **load_options(**self._reading()))
+            images = read_outline(self.data, **load_options(**self.reading()))
         print_warnings(caught)
         return images
 
-    def _reading(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
+        """Return the options by their names, without the data."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
 
 
@@ -285,6 +287,29 @@ def _field_parameters(group: type) -> list[Parameter]:
     ]
 
 
+def to_arguments(options: DataOptions | MethodOptions | RunOptions) -> list[str]:
+    """Return the command line arguments that give these options: `--name=value`, so that no value is taken as a name.
+
+    The argument (the data) comes last, after `--`.
+    """
+    hints = get_type_hints(type(options), include_extras=True)
+    found: list[str] = []
+    last: list[str] = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        info = next(each for each in hints[field.name].__metadata__ if isinstance(each, OptionInfo | ArgumentInfo))
+        given = (info.default, *(info.param_decls or ()))  # Typer keeps the first name as the default
+        names = [text for text in given if isinstance(text, str) and text.startswith("--")]
+        name = names[0] if names else f"--{field.name.replace('_', '-')}"
+        if isinstance(info, ArgumentInfo):
+            last += ["--", str(value)]
+        elif value is True:
+            found.append(name)
+        elif value is not None and value != field.default:
+            found += [f"{name}={part}" for part in (value if isinstance(value, list) else [value])]
+    return [*found, *last]
+
+
 def parse_assignments(texts: list[str] | None) -> dict[str, Any]:
     """Parse the values of --set: Python literals, true, false, or text."""
     return dict(_parse_assignment(text) for text in texts or [])
@@ -368,30 +393,15 @@ def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:
     return (shape[1] if shape[1] == shape[2] else None), ("grey" if shape[0] == 1 else "rgb")
 
 
-def advice(model: Synthesizer, public: Any) -> list[str]:
-    """Return warnings about weak settings, from public facts."""
-    from sfumato.advice import warnings_for
-    from sfumato.privacy.budget import Budget
-
-    return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
-
-
-def private_advice(model: Synthesizer, images: ImageSet) -> list[str]:
-    """Return warnings that depend on the private number of images, for the owner's eyes on the terminal."""
-    from sfumato.advice import private_warnings_for
-
-    return private_warnings_for(images, model.epsilon, model.delta)
-
-
 def check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
     """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
     from sfumato import console
+    from sfumato.advice import advice
     from sfumato.synthesize import check_budget
 
-    public = model.public_facts(images)
-    console.print_warnings([*advice(model, public), *private_advice(model, images)])
+    console.print_warnings([text for kind in advice(model, images) for text in kind])
     if not run.resume:  # a resumed run is already charged
-        check_budget(model, public, run.budget)
+        check_budget(model, model.public_facts(images), run.budget)
 
 
 @contextmanager
@@ -399,12 +409,16 @@ def resumable(folder: Path) -> Iterator[None]:
     """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
     from sfumato import console
     from sfumato.methods.parameters import started
+    from sfumato.progress import show_spending
 
     try:
+        if not started(folder):
+            show_spending(lambda: "nothing spent yet")
         yield
     except KeyboardInterrupt:
         if started(folder):
-            command = shlex.join(["sfumato", *[part for part in sys.argv[1:] if part != "--resume"], "--resume"])
+            name, *rest = [part for part in sys.argv[1:] if part != "--resume"]
+            command = shlex.join(["sfumato", name, "--resume", *rest])  # what follows -- is no option
             message = f"interrupted; the privacy budget that was charged stays charged. Continue with:\n  {command}"
         else:
             message = "interrupted; no privacy budget was spent"

@@ -20,12 +20,12 @@ from rich.table import Column, Table
 import sfumato as sf
 from sfumato.certificate import Verification
 from sfumato.certificate.dataset_budget import DatasetBudget
-from sfumato.data import NamedSet, PublicFacts
+from sfumato.data import NamedSet
 from sfumato.evaluate import Detection, summary
 from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
 from sfumato.methods.parameters import Setting
 from sfumato.methods.registry import MethodInfo
-from sfumato.privacy.accounting import Plan
+from sfumato.preview import Preview
 from sfumato.synthesize import Synthesis
 
 CHANCE = "chance level of accuracy"
@@ -66,19 +66,6 @@ def format_guarantee(certificate: sf.Certificate) -> str:
     )
 
 
-def plan_to_dict(planned: Plan, settings: Sequence[Setting]) -> dict[str, Any]:
-    """Return the releases, the budget and the settings of a plan, ready for JSON."""
-    return {
-        "releases": [asdict(release) for release in planned.releases],
-        "settings": [asdict(setting) for setting in settings],
-        "bounds": planned.bounds,
-        "epsilon": planned.epsilon,
-        "delta": planned.budget.delta,
-        "adjacency": planned.budget.adjacency,
-        "unit": planned.budget.unit,
-    }
-
-
 def print_methods(infos: Sequence[MethodInfo]) -> None:
     """Print a table of the methods."""
     table = Table(Column("key", no_wrap=True), "private", "what it does", "paper", box=None, pad_edge=False)
@@ -97,25 +84,28 @@ def print_parameters(key: str, found: Sequence[dict[str, Any]]) -> None:
     out.print("set them with: --set NAME=VALUE")
 
 
-def print_plan(planned: Plan, method: str, public: PublicFacts, settings: Sequence[Setting]) -> None:
-    """Print the public facts, the releases, the settings of the method and the total epsilon."""
+def print_plan(found: Preview) -> None:
+    """Print the public facts, the releases, the settings of the method, the total epsilon and notes."""
+    planned, public = found.plan, found.public
     channels, height, width = public.shape
     classes = ", ".join(public.classes[:10]) + (", …" if len(public.classes) > 10 else "")
     labelled = f"{len(public.classes)} classes ({classes})" if public.labelled else "no classes"
     colour = "grey" if channels == 1 else "RGB"
-    start = next((f", prior {each.value}" for each in settings if each.name == "prior" and each.value), "")
-    text = f"{method}{start} on {height}×{width} {colour} images, {labelled}, unit: one {public.unit}"
+    start = f", prior {found.prior}" if found.prior else ""
+    text = f"{found.method}{start} on {height}×{width} {colour} images, {labelled}, unit: one {public.unit}"
     out.print(sanitize(text), soft_wrap=True)
     table = Table("release", "times", "sampling", "noise multiplier", title="planned releases (nothing is spent yet)")
     for release in planned.releases:
         table.add_row(release.name, str(release.times), f"{release.sampling_prob:g}", f"{release.noise:.4f}")
     out.print(table)
-    out.print(_settings_table(settings))
+    out.print(_settings_table(found.settings))
     budget = planned.budget
     if public.sizes is not None:
         out.print(f"declared public: {sum(public.sizes):g} {public.unit}s in all")
     total = f"epsilon {planned.epsilon:.4f} of {budget.epsilon:g} at delta {budget.delta:g}, {budget.adjacency}"
     out.print(f"{total}, for one {budget.unit}")
+    for note in found.notes:
+        out.print(escape(note), soft_wrap=True)
 
 
 def _settings_table(settings: Sequence[Setting]) -> Table:

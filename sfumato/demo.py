@@ -20,7 +20,8 @@ def run_demo(folder: Path, epsilon: float | None = None) -> Synthesis:
     name, number, default_epsilon = ("fashion-mnist", 10_000, 1.0) if has_fashion else ("digits", 5_000, 4.0)
     model = create("dp-merf", epsilon=default_epsilon if epsilon is None else epsilon, steps=1000)
     check_output(folder)
-    return synthesize(model, load_images(name), folder, number=number, test=load_images(name, split="test"))
+    test = load_images(name, split="test")
+    return synthesize(model, load_images(name), folder, number=number, test=test, show_test=True)
 
 
 def unused_folder() -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sfumato.certificate import Certificate
 from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.certificate.spending import composed_epsilons
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing, write_json
 from sfumato.methods.base import Synthesizer
@@ -23,7 +24,6 @@ from sfumato.methods.registry import create, method_type
 from sfumato.privacy import BudgetExceeded, LedgerError, Plan
 from sfumato.report import read_run, write_report
 from sfumato.report.charts import standalone
-from sfumato.report.guarantee import composed_epsilons
 from sfumato.report.page import comparison
 from sfumato.synthesize import check_settings, synthesize
 

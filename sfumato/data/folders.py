@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -15,17 +16,18 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from sfumato.data.decode import DECODING_ERRORS, Item, Listing, OnError, file_item, is_image_file
-from sfumato.data.errors import UNLABELLED_HINT, DataError, first_few, reason
+from sfumato.data.errors import UNLABELLED_HINT, DataError, DataWarning, first_few, reason
 from sfumato.data.labels import SeveralLabels, column_labels, encode_labels, one_label_each, sort_names, split_columns
 from sfumato.data.medical import dicom_value
 from sfumato.data.parallel import map_in_order
 from sfumato.data.persons import DICOM, persons_of_paths, reads_paths
 
 TABLES = ("labels.csv", "metadata.csv")  # the second is the name in Hugging Face's image folders
-FILE_COLUMNS = ("file", "file_name", "filename")
+FILE_COLUMNS = ("file", "file_name", "filename", "image_id", "image", "path", "image_path")
 LABEL_COLUMN = "label"
-# Files that file managers and archivers leave behind, and the index of a folder of DICOM files.
-SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir"})
+RUNS_FOLDER = "sfumato-runs"  # of `sfumato serve`: it may lie beside the class folders
+# Files that file managers and archivers leave behind, the index of a folder of DICOM files, and our own runs.
+SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir", RUNS_FOLDER})
 UNSAFE_CHARACTERS = frozenset('%/\\:*?"<>|')
 SPLIT_NAME = re.compile(r"(?:.*[-_ .])?(train|test|val|valid|eval)(?:ing|idation)?(?:[-_ .].*)?", re.IGNORECASE)
 
@@ -48,11 +50,11 @@ def list_folder(
     - label_column: a column of the table, several with commas between, or a rule as for `person`.
     """
     folder = _split_folder(folder, split)
-    table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
+    table = _find_table(folder, any(name is not None and not reads_paths(name) for name in (label_column, person)))
     if labels and label_column is not None and reads_paths(label_column):
         return _list_by_rule(folder, label_column, classes, several, person, on_error)
     if labels and label_column is not None and table is None:
-        how = f"a table {TABLES[0]} in that folder, or folder:K, regex:(…) or dicom:KEYWORD"
+        how = f"a table {TABLES[0]} (or one other .csv file) in that folder, or folder:K, regex:(…) or dicom:KEYWORD"
         raise DataError(f"label_column={label_column!r} (--label-column): {folder} has no columns; it needs {how}")
     by_column = person is not None and not reads_paths(person)
     if (labels or by_column) and table is not None:
@@ -61,6 +63,18 @@ def list_folder(
     if not labels:
         return _list_unlabelled(folder, person, on_error)
     return _list_classes(folder, classes, person, on_error)
+
+
+def _find_table(folder: Path, wanted: bool) -> Path | None:
+    """Return the table of a folder. If a column is `wanted`, the only .csv file there will do, whatever its name."""
+    known = next((folder / name for name in TABLES if (folder / name).is_file()), None)
+    if known is not None or not wanted:
+        return known
+    others = [path for path in sorted(folder.iterdir()) if path.suffix.lower() == ".csv" and path.name[0] != "."]
+    if len(others) > 1:
+        names = first_few([path.name for path in others])
+        raise DataError(f"{folder} has several tables ({names}); name the right one {TABLES[0]}")
+    return others[0] if others else None
 
 
 def folder_name(name: str) -> str:
@@ -236,10 +250,20 @@ def _list_with_table(
 def _match_names(
     listed: dict[str, dict[str, str]], present: dict[str, Path]
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Return the lines by the names of their files, and names without a file. A line may leave out the suffix."""
-    stems = Counter(PurePosixPath(name).with_suffix("").as_posix() for name in present)
-    by_stem = {stem: name for name in present if stems[stem := PurePosixPath(name).with_suffix("").as_posix()] == 1}
-    names = {name: name if name in present else by_stem.get(name) for name in listed}
+    """Return the lines by the names of their files, and names without a file.
+
+    A line may leave out the suffix or the folder of a file, if only one file fits.
+    """
+    short: dict[str, list[str]] = {}
+    for name in present:
+        path = PurePosixPath(name)
+        for other in {path.with_suffix("").as_posix(), path.name, path.stem} - {name}:
+            short.setdefault(other, []).append(name)
+    only = {other: names[0] for other, names in short.items() if len(names) == 1}
+    names = {name: name if name in present else only.get(name) for name in listed}
+    twice = [path for path, number in Counter(names.values()).items() if path is not None and number > 1]
+    if twice:
+        raise DataError(f"the table lists {first_few(twice)} twice, by different names")
     found = {path: listed[name] for name, path in names.items() if path is not None}
     return found, [name for name, path in names.items() if path is None]
 
@@ -291,6 +315,10 @@ def _split_folder(folder: Path, split: str) -> Path:
         names = first_few(sorted(child.name for child in folders))
         found = "no split" if not chosen else "several parts for the split"
         raise DataError(f"{folder} has {found} {split!r}, only {names}; pass the path of one of them")
+    left_out = first_few(sorted(child.name for child in folders if child != chosen[0]))
+    if left_out:
+        text = f"{folder.name}: {chosen[0].name} is read, {left_out} not (--split)"
+        warnings.warn(DataWarning(text), stacklevel=6)
     return _unwrapped(chosen[0])
 
 

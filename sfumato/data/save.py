@@ -19,6 +19,7 @@ from sfumato.data.folders import folder_name
 from sfumato.data.imageset import ImageSet
 from sfumato.data.labels import SOFT_LABELS
 from sfumato.data.parallel import map_in_order
+from sfumato.progress import bar
 
 ROWS_PER_GROUP = 1000
 
@@ -85,9 +86,9 @@ def _write_folder(images: ImageSet, folder: Path) -> None:
     def write(index: int) -> None:
         paths[index].write_bytes(encode_png(images.images[index].numpy()))
 
-    with closing(map_in_order(write, range(len(images)))) as written:
-        for _ in written:
-            pass
+    with closing(map_in_order(write, range(len(images)))) as written, bar("writing images") as advance:
+        for index, _ in enumerate(written):
+            advance(index + 1, len(images))
 
 
 def _write_npz(images: ImageSet, path: Path) -> None:

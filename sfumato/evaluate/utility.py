@@ -22,7 +22,7 @@ from sfumato.data.pixels import to_unit_range
 from sfumato.engine.cuda_graph import Graph, NoBundle
 from sfumato.nets.augmentation import draw_augmentation
 from sfumato.nets.classifiers import CLASSIFIER_NETWORKS
-from sfumato.progress import track
+from sfumato.progress import bar, track
 
 LOGISTIC = "logistic"
 CLASSIFIERS = (LOGISTIC, *CLASSIFIER_NETWORKS)
@@ -166,7 +166,8 @@ def _train(name: str, images: ImageSet, seed: int, recipe: Recipe, device: torch
     assert targets is not None
     pixels, targets = images.images.to(device), targets.to(device)
     if name == LOGISTIC:
-        return _fit_logistic_regression(to_unit_range(pixels), targets, len(images.classes))
+        with bar(f"evaluating, {name}"):
+            return _fit_logistic_regression(to_unit_range(pixels), targets, len(images.classes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = CLASSIFIER_NETWORKS[name](images.shape, len(images.classes)).to(device)
@@ -184,7 +185,7 @@ def _train(name: str, images: ImageSet, seed: int, recipe: Recipe, device: torch
         optimizer.step()
 
     graphs: dict[int, Graph] = defaultdict(lambda: Graph(step))  # by batch size, because the last batch is smaller
-    for epoch in track(recipe.epochs, name):
+    for epoch in track(recipe.epochs, f"evaluating, {name}"):
         if recipe.condensed and epoch == recipe.epochs // 2:
             for group in optimizer.param_groups:
                 group["lr"] /= 10

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.certificate.spending import SpendingText
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
 from sfumato.data.pixels import to_bytes, to_unit_range
@@ -39,7 +40,7 @@ from sfumato.methods.parameters import (
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.budget import Adjacency, Unit
 from sfumato.privacy.vault import MAX_PER_PERSON
-from sfumato.progress import bar
+from sfumato.progress import bar, show_spending
 
 FORMAT = "sfumato-model/2"
 AUTO, NO_PRESET = "auto", "default"
@@ -287,8 +288,10 @@ class Synthesizer(ABC):
                 performance=Performance(),
             )
             self._checkpoints = Checkpoints(folder, vault)
+            show_spending(SpendingText(ledger.entries))
             try:
-                self._fit(vault, public)
+                with bar("fitting"):
+                    self._fit(vault, public)
             finally:
                 del self._checkpoints
             return Certificate.from_ledger(ledger, claimed=self.claimed)

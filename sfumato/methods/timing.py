@@ -11,6 +11,7 @@ import torch
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import Stopwatch, stopwatch
+from sfumato.progress import bar
 
 PROBE_IMAGES, PROBE_SAMPLES = 2000, 100
 
@@ -36,7 +37,7 @@ def estimate_time(model: Synthesizer, public: PublicFacts, images: int) -> Estim
     token = stopwatch.set(watch)
     start = time.perf_counter()
     try:
-        with warnings.catch_warnings():
+        with bar("probing"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.fit(ImageSet(pixels, labels, public.classes))
     finally:

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import dp_accounting
 import numpy as np
 
 from sfumato.certificate import Certificate
 from sfumato.certificate.dataset_budget import renyi_divergence
+from sfumato.certificate.spending import ORDERS, composed_epsilons, converted
 from sfumato.certificate.statement import EVENT_FIELDS
-from sfumato.privacy.accounting import Release, merge_gaussians, suppress_library_warnings
+from sfumato.privacy.accounting import Release
 from sfumato.privacy.budget import Adjacency
 
-ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 DELTAS = tuple(float(delta) for delta in [*10.0 ** np.arange(-10, -1, 0.25), *np.linspace(0.1, 0.98, 45)])
 
 
@@ -38,33 +37,26 @@ def releases_of(certificate: Certificate) -> list[Release]:
 
 
 def epsilon_curve(certificate: Certificate, deltas: Sequence[float] = DELTAS) -> list[tuple[float, float]]:
-    """Return (delta, epsilon) for other deltas. Each pair is a valid guarantee of the same releases.
-
-    Exact for Gaussian releases without subsampling; otherwise by Rényi divergences, and never above the certificate's
-    epsilon for deltas above its delta.
-    """
-    found = composed_epsilons(releases_of(certificate), cast(Adjacency, certificate.adjacency), deltas)
+    """Return (delta, epsilon) for other deltas. Each pair is a valid guarantee of the same releases."""
+    adjacency = cast(Adjacency, certificate.adjacency)
     stated = math.inf if certificate.epsilon is None else certificate.epsilon
-    return [
-        (delta, min(epsilon, stated) if delta >= certificate.delta else epsilon)
-        for delta, epsilon in zip(deltas, found, strict=True)
-    ]
+    return curve_of(releases_of(certificate), adjacency, stated, certificate.delta, deltas)
 
 
-def composed_epsilons(releases: Sequence[Release], adjacency: Adjacency, deltas: Sequence[float]) -> list[float]:
-    """Return an upper bound on epsilon at each delta for all these releases together."""
-    full, sampled = merge_gaussians(releases, adjacency)
-    if not sampled:
-        with suppress_library_warnings():
-            return [max(float(dp_accounting.get_epsilon_gaussian(full, delta)), 0.0) for delta in deltas]
-    divergences = {order: renyi_divergence(releases, order, adjacency) for order in ORDERS}
-    best = [min(_converted(order, value, delta) for order, value in divergences.items()) for delta in deltas]
-    return [max(epsilon, 0.0) for epsilon in best]
+def curve_of(
+    releases: Sequence[Release],
+    adjacency: Adjacency,
+    epsilon: float,
+    delta: float,
+    deltas: Sequence[float] = DELTAS,
+) -> list[tuple[float, float]]:
+    """Return (delta, epsilon) for other deltas, of releases that give `epsilon` at `delta`.
 
-
-def _converted(order: float, divergence: float, delta: float) -> float:
-    """Return epsilon from a Rényi divergence (Canonne, Kamath and Steinke 2020, proposition 12)."""
-    return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+    Exact for Gaussian releases without subsampling; otherwise by Rényi divergences, and never above `epsilon` for
+    deltas above `delta`.
+    """
+    found = composed_epsilons(releases, adjacency, deltas)
+    return [(d, min(value, epsilon) if d >= delta else value) for d, value in zip(deltas, found, strict=True)]
 
 
 def attack_success(curve: Sequence[tuple[float, float]]) -> float:
@@ -78,20 +70,19 @@ def attack_success(curve: Sequence[tuple[float, float]]) -> float:
 
 def stages(certificate: Certificate) -> list[Stage]:
     """Return the releases with their shares of the budget."""
-    adjacency, releases = cast(Adjacency, certificate.adjacency), releases_of(certificate)
-    totals = {order: renyi_divergence(releases, order, adjacency) for order in ORDERS}
-    order = min(ORDERS, key=lambda each: _converted(each, totals[each], certificate.delta))
+    releases = releases_of(certificate)
+    shares = shares_of(releases, cast(Adjacency, certificate.adjacency), certificate.delta)
     return [
-        Stage(
-            release.name,
-            renyi_divergence([release], order, adjacency) / totals[order],
-            release.times,
-            release.sampling_prob,
-            release.noise,
-            event["noise"],
-        )
-        for release, event in zip(releases, certificate.events, strict=True)
+        Stage(release.name, share, release.times, release.sampling_prob, release.noise, event["noise"])
+        for release, share, event in zip(releases, shares, certificate.events, strict=True)
     ]
+
+
+def shares_of(releases: Sequence[Release], adjacency: Adjacency, delta: float) -> list[float]:
+    """Return the share of each release in the whole privacy loss, at the order that gives the smallest epsilon."""
+    totals = {order: renyi_divergence(releases, order, adjacency) for order in ORDERS}
+    order = min(ORDERS, key=lambda each: converted(each, totals[each], delta))
+    return [renyi_divergence([release], order, adjacency) / totals[order] for release in releases]
 
 
 def public_facts(certificate: Certificate) -> list[tuple[str, str]]:

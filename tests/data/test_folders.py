@@ -67,8 +67,10 @@ def test_train_and_test_sub_folders_are_splits(class_folder, tmp_path):
     for name in ("a", "b"):
         (split_folder / "test" / name).mkdir()
         Image.new("L", (8, 8), 7).save(split_folder / "test" / name / "x.png")
-    assert len(load_images(split_folder)) == 4
-    assert load_images(split_folder, split="test").images.unique().tolist() == [7]
+    with pytest.warns(DataWarning, match="split_folder: train is read, test not"):
+        assert len(load_images(split_folder)) == 4
+    with pytest.warns(DataWarning, match="split_folder: test is read, train not"):
+        assert load_images(split_folder, split="test").images.unique().tolist() == [7]
 
 
 def test_classes_called_train_and_test_are_classes(class_folder):
@@ -176,8 +178,31 @@ def test_split_folders_of_other_names_are_no_classes(class_folder, tmp_path, nam
         for kind in ("a", "b"):
             (whole / name / name / kind).mkdir(parents=True)  # some archives repeat the name
             Image.new("L", (8, 8), 9).save(whole / name / name / kind / "x.png")
-    assert load_images(whole).classes == ("a", "b")
-    assert len(load_images(whole, split="test")) == 2
+    with pytest.warns(DataWarning, match="whole: .* is read"):
+        assert load_images(whole).classes == ("a", "b")
+    with pytest.warns(DataWarning, match="whole: .* is read"):
+        assert len(load_images(whole, split="test")) == 2
+
+
+def test_a_table_of_another_name_above_the_images_is_found_by_its_column(tmp_path):
+    """As the archive of CelebA: a table beside a folder of images, with names but no folders in it."""
+    (tmp_path / "img").mkdir()
+    for number in range(4):
+        Image.new("L", (8, 8), number).save(tmp_path / "img" / f"{number:06}.png")
+    rows = [f"{number:06}.jpg,{number % 2}" for number in range(4)]
+    table = tmp_path / "list_attr.csv"
+    table.write_text("\n".join(["image_id,Male", *(row.replace("jpg", "png") for row in rows)]), "utf-8")
+    options = {"label_column": "Male", "classes": ["0", "1"]}
+    images = load_images(tmp_path, **options)
+    assert images.labels.tolist() == [0, 1, 0, 1]
+    with pytest.raises(DataError, match="has only one class"):
+        load_images(tmp_path)  # not without a column
+    table.write_text(table.read_text("utf-8") + "\nimg/000001.png,0", "utf-8")
+    with pytest.raises(DataError, match=r"lists img/000001\.png twice, by different names"):
+        load_images(tmp_path, **options)
+    (tmp_path / "more.csv").write_text("x", "utf-8")
+    with pytest.raises(DataError, match=r"several tables \(list_attr\.csv, more\.csv\)"):
+        load_images(tmp_path, **options)
 
 
 def test_the_parent_of_class_folders_is_named(class_folder, tmp_path):
