@@ -80,6 +80,7 @@ if (status) {
       const state = answer.headers.get("x-state");
       const focused = document.activeElement && status.contains(document.activeElement);
       if (!focused || state !== status.dataset.state) status.innerHTML = await answer.text();
+      if (state !== status.dataset.state) find("[data-live]").textContent = "The run is " + state;
       status.dataset.state = state;
     } catch { /* the server may be restarting: try again */ }
     if (status.dataset.state === "running") setTimeout(poll, 1000);
