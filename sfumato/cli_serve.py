@@ -44,7 +44,9 @@ def serve(
         console.out.print(f"runs           {escape(str(runs.resolve()))}", soft_wrap=True)
         if host not in ("127.0.0.1", "::1", "localhost"):
             console.print_warnings([f"{host} is reachable from the network, and the connection is not encrypted"])
-        console.out.print("Open this link. It works once; the page makes further ones. Ctrl-C stops the server.")
+        console.out.print(
+            "Open this link. It works once; the page makes further ones. Ctrl-C stops the server.", soft_wrap=True
+        )
         print(link, flush=True)
 
     runs = root / RUNS_FOLDER if out is None else out

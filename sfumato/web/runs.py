@@ -84,6 +84,12 @@ class WebRun:
         return found if "report.html" in found.outputs else None
 
     @property
+    def certificate_file(self) -> bytes:
+        """The certificate as it is on disk, so that `verify` finds whatever was changed."""
+        with _regular(self.output / "certificate.json") as file:
+            return file.read(MAX_SERVED)
+
+    @property
     def state(self) -> str:
         if self.alive:
             return RUNNING
@@ -222,7 +228,10 @@ class RunStore:
         folder = run.folder
         lock = os.open(folder / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another server was faster
+                raise DataError("this run is under way") from None
             for name in ("exit.json", "progress.json"):
                 (folder / name).unlink(missing_ok=True)
             arguments = [*run.job["arguments"][:1], *(["--resume"] if resume else []), *run.job["arguments"][1:]]

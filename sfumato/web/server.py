@@ -25,10 +25,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from sfumato import __version__
+from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError
 from sfumato.privacy import BudgetExceeded, LedgerError
-from sfumato.web.guard import CSRF_FIELD, Door, GuardMiddleware, posted
+from sfumato.web.guard import CSRF_FIELD, HEADERS, Door, GuardMiddleware, posted
 from sfumato.web.picture import describe
 from sfumato.web.places import Places
 from sfumato.web.run_form import DEFAULTS, Previews, choices, read_form
@@ -128,6 +129,10 @@ class Pages:
         def start() -> WebRun:
             wanted = read_form(given, self.places)
             found, _ = self._previews.preview(wanted)
+            if wanted.test is not None:
+                self.places.check_links(wanted.test)
+            if wanted.run.budget is not None and (refusal := DatasetBudget(wanted.run.budget).refusal(found.plan)):
+                raise BudgetExceeded(refusal)
             source = self.places.name_of(Path(wanted.data.data))
             about = {"method": found.method, "epsilon": found.plan.epsilon, "delta": found.plan.budget.delta}
             asked = {name: value for name, value in wanted.fields.items() if name not in (CSRF_FIELD, "request")}
@@ -198,11 +203,10 @@ class Pages:
 
     def certificate(self, request: Request) -> Response:
         run = self._run(request)
-        if (found := run.certificate) is None:
+        if run.certificate is None:
             raise HTTPException(404, "This run has no certificate yet.")
-        name = f"{run.output.name}.certificate.json"
-        content = (run.output / "certificate.json").read_bytes() if found else b""
-        return Response(content, media_type="application/json", headers=_attachment(name))
+        headers = _attachment(f"{run.output.name}.certificate.json")
+        return Response(run.certificate_file, media_type="application/json", headers=headers)
 
     def download(self, request: Request) -> Response:
         run = self._run(request)
@@ -281,7 +285,7 @@ class Pages:
         """Return the page of an error. What went wrong inside the server is not shown."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         text = error.detail if isinstance(error, HTTPException) else "Something went wrong in the server."
-        return self._page(request, "message.html.j2", status=status, text=text)
+        return self._page(request, "message.html.j2", status=status, headers=HEADERS, text=text)
 
 
 def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: int = 2) -> tuple[Starlette, Door]:
@@ -339,6 +343,7 @@ def serve(
         server_header=False,
         proxy_headers=False,
         lifespan="off",
+        ws="none",
         limit_concurrency=100,
         timeout_graceful_shutdown=3,
     )

@@ -117,6 +117,7 @@ def test_what_goes_wrong_inside_is_not_shown(served, monkeypatch):
     answer = quiet.get("/")
     assert answer.status_code == 500
     assert "secret" not in answer.text
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
 
 
 def test_an_invitation_lets_one_more_person_in(served):

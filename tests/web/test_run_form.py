@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import typer
 
+from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cli import app
 from sfumato.cli_options import DataOptions, MethodOptions, RunOptions, to_arguments
 from sfumato.data import DataError
@@ -122,6 +123,22 @@ def test_a_mistake_starts_nothing(served):
     assert person.post("/runs", data={"folder": "ward/scans", "size": "8"}).status_code == 400  # without a request
     assert list(served.runs.iterdir()) == []
     assert str(served.root) not in person.client.get("/plan?folder=ward&size=8").text
+
+
+def test_a_run_that_exceeds_the_budget_of_the_data_is_not_started(served, data_root):
+    DatasetBudget.open(data_root / "small.budget", 0.5, 1e-5)
+    person = served.person()
+    data = {"request": "b" * 32, "folder": "ward/scans", "size": "8", "mode": "grey", "budget": "small.budget"}
+    answer = person.post("/runs", data={**data, "epsilon": "1"})
+    assert answer.status_code == 400
+    assert "small.budget allows epsilon 0.5" in answer.text
+    picture = next((data_root / "ward").rglob("*.png"))
+    before = picture.read_bytes()
+    answer = person.post("/runs", data={**data, "budget": picture.relative_to(data_root).as_posix()})
+    assert "The run was not started" in answer.text
+    assert picture.read_bytes() == before  # a file that is no budget stays as it is
+    assert not picture.with_suffix(".lock").exists()
+    assert list(served.runs.iterdir()) == []
 
 
 def test_typed_text_comes_back_as_text(served):

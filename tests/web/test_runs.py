@@ -130,6 +130,8 @@ def test_a_finished_run_is_shown_and_downloaded(finished, data_root, tmp_path):
     report = person.client.get("/runs/scans-0123456789ab/report.html")
     assert "What the guarantee means" in report.text
     assert "sandbox" in report.headers["content-security-policy"]
+    stored = next(finished.glob("*/*/certificate.json")).read_bytes()
+    assert person.client.get("/runs/scans-0123456789ab/certificate.json").content == stored
     picture = person.client.get("/runs/scans-0123456789ab/samples.png")
     assert picture.headers["content-type"] == "image/png"
     answer = person.client.get("/runs/scans-0123456789ab/all.zip")

@@ -78,8 +78,12 @@ if (status) {
       const answer = await fetch(status.dataset.status);
       if (!answer.ok) return;
       const state = answer.headers.get("x-state");
-      const focused = document.activeElement && status.contains(document.activeElement);
-      if (!focused || state !== status.dataset.state) status.innerHTML = await answer.text();
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const moving = (part) => part.querySelector("[data-moving]");
+      // In the same state only figures move: a button that is replaced would lose its click or its focus.
+      if (state === status.dataset.state) moving(status).replaceWith(moving(fresh));
+      else status.replaceChildren(...fresh.body.childNodes);
+      if (state !== status.dataset.state) find("[data-live]").textContent = "The run is " + state;
       status.dataset.state = state;
     } catch { /* the server may be restarting: try again */ }
     if (status.dataset.state === "running") setTimeout(poll, 1000);
