@@ -20,7 +20,7 @@ from sfumato.web.runs import RunStore
 QUICK = ["--method=dp-merf", "--epsilon=500", "--number=40", "--device=cpu", "--set=features=60", "--set=steps=3"]
 REQUEST = "0123456789abcdef" * 2
 ABOUT = {"method": "dp-merf", "epsilon": 500.0, "delta": 1e-5, "unit": "image", "prior": None}
-SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(60)"
+SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def sleeper(monkeypatch):
     monkeypatch.setattr(runs_module.subprocess, "Popen", start)
 
 
-def wait(condition, seconds=20):
+def wait(condition, seconds=300):  # long, for a busy machine
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
