@@ -5,6 +5,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sfumato.threads import choose_threads
+
 if TYPE_CHECKING:
     from sfumato.certificate import Certificate, verify
     from sfumato.data import DataError, ImageSet, load_images, save_images
@@ -72,3 +74,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+choose_threads()  # before PyTorch is imported, which reads it

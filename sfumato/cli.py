@@ -42,6 +42,7 @@ from sfumato.cli_options import (
 )
 from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
+from sfumato.threads import choose_threads
 
 if TYPE_CHECKING:
     from sfumato.data import ImageSet
@@ -77,11 +78,17 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute with this many threads.", show_default="usable cores, or SFUMATO_THREADS"),
+    ] = None,
 ) -> None:
     """Create synthetic images from sensitive ones, with a differential privacy guarantee that anybody can verify."""
+    if threads is not None:
+        choose_threads(threads)
 
 
 @app.command(epilog="Examples: sfumato methods ; sfumato methods atelier")

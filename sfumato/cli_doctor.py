@@ -52,8 +52,8 @@ def machine() -> dict[str, Any]:
 
     import torch
 
-    from sfumato.data.parallel import usable_cores
     from sfumato.data.storage import available_memory
+    from sfumato.threads import usable_cores
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
