@@ -9,6 +9,7 @@ from sfumato.threads import choose_threads
 
 if TYPE_CHECKING:
     from sfumato.certificate import Certificate, verify
+    from sfumato.cluster import ShardedImages, open_shards
     from sfumato.data import DataError, ImageSet, load_images, save_images
     from sfumato.engine import GradientVault as Vault
     from sfumato.engine import epsilon, noise_multiplier
@@ -28,6 +29,7 @@ __all__ = [
     "LedgerError",
     "Plan",
     "Release",
+    "ShardedImages",
     "Vault",
     "create",
     "epsilon",
@@ -36,12 +38,14 @@ __all__ = [
     "load",
     "load_images",
     "noise_multiplier",
+    "open_shards",
     "save_images",
     "verify",
 ]
 
 _HOMES = {
     "sfumato.certificate": ("Certificate", "verify"),
+    "sfumato.cluster": ("ShardedImages", "open_shards"),
     "sfumato.data": ("DataError", "ImageSet", "load_images", "save_images"),
     "sfumato.engine": ("epsilon", "noise_multiplier"),
     "sfumato.methods": ("create", "list_methods", "load"),

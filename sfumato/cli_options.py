@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
+    from sfumato.cluster import ShardedImages
     from sfumato.data import ImageSet
     from sfumato.methods.base import Synthesizer
 
 IMAGES = "Images"
 METHOD = "Method and privacy"
 RUN = "Run and certificate"
+CLUSTER = "Shards and cluster"
 
 Split = Annotated[
     str, typer.Option(help="Read the train or test split, if the source has both.", rich_help_panel=IMAGES)
@@ -140,7 +143,7 @@ class DataOptions:
 
     def load(self) -> ImageSet:
         """Read the images."""
-        return read_images(self.data, **self._reading())
+        return read_images(self.data, **self.reading())
 
     def outline(self) -> ImageSet:
         """Read everything but the pixels, which are blank. At most one image is decoded."""
@@ -149,11 +152,12 @@ class DataOptions:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DataWarning)
-            images = read_outline(self.data, **load_options(**self._reading()))
+            images = read_outline(self.data, **load_options(**self.reading()))
         print_warnings(caught)
         return images
 
-    def _reading(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
+        """Return the options of `load_options`."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
 
 
@@ -244,6 +248,55 @@ class RunOptions:
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.", rich_help_panel=RUN)
     ] = False
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options for images that are not loaded whole, and for a cluster."""
+
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Read shards one by one, never all images at once.", rich_help_panel=CLUSTER),
+    ] = False
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Compute on a Ray cluster: local, ray://HOST:10001, or auto. Implies --stream.",
+            show_default="this process",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start this many workers.", show_default="GPUs, or cores", rich_help_panel=CLUSTER),
+    ] = None
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            help="Check the shards against this file of hashes; write it if it does not exist. Implies --stream.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None
+
+    @contextmanager
+    def reading(self, source: DataOptions) -> Iterator[ImageSet | ShardedImages]:
+        """Read the images, all of them or shard by shard; delete what was decoded at the end."""
+        if not (self.stream or self.cluster or self.manifest):
+            yield source.load()
+            return
+        from sfumato.cluster import connect, open_shards
+        from sfumato.console import print_warnings
+        from sfumato.data import DataWarning
+        from sfumato.progress import bar
+
+        with bar("reading shards") as advance, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DataWarning)
+            where = connect(self.cluster, **({} if self.workers is None else {"workers": self.workers}))
+            options = load_options(**source.reading())
+            images = open_shards(source.data, cluster=where, manifest=self.manifest, **options, progress=advance)
+        print_warnings(caught)
+        with images:
+            yield images
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -343,7 +396,7 @@ def read_images(source: str, **options: Any) -> ImageSet:
     return images
 
 
-def read_like(source: str, images: ImageSet, split: str, on_error: str = "raise") -> ImageSet:
+def read_like(source: str, images: ImageSet | ShardedImages, split: str, on_error: str = "raise") -> ImageSet:
     """Read images with the shape and the classes of other images."""
     size, mode = size_and_mode(images.shape)
     classes = images.classes if images.labelled else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.cluster import ShardedImages
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
 from sfumato.data.errors import first_few
@@ -93,9 +94,9 @@ def check_sources(private: str, split: str, test: str) -> None:
         )
 
 
-def check_disjoint(private: ImageSet, test: ImageSet) -> None:
+def check_disjoint(private: ImageSet | ShardedImages, test: ImageSet) -> None:
     """Raise `DataError` if the test images contain a private image."""
-    shared = shared_images(private, test)
+    shared = private.contains(test) if isinstance(private, ShardedImages) else shared_images(private, test)
     if shared:
         where = first_few([str(index) for index in shared], limit=5)
         raise DataError(
@@ -161,7 +162,7 @@ def check_settings(certificate: Certificate, model: Synthesizer, public: PublicF
 
 def synthesize(
     model: Synthesizer,
-    images: ImageSet,
+    images: ImageSet | ShardedImages,
     folder: Path,
     *,
     number: int | None = None,

@@ -35,6 +35,7 @@ LAYERS = (
     ("data",),
     ("privacy",),
     ("engine",),
+    ("cluster",),
     ("nets",),
     ("features",),
     ("priors",),

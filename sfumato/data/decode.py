@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
@@ -116,7 +116,11 @@ class Conversion:
 
 def file_item(path: Path, name: str) -> Item:
     """Describe an image file on disk."""
-    return Item(name, lambda: path.open("rb"))
+    return Item(name, partial(_open_file, path))
+
+
+def _open_file(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def decode(

@@ -1,12 +1,10 @@
 """Convert releases to epsilon with Google's `dp_accounting`. (`engine/calibration.py` searches for the noise.)
 
 A `Release` is a noised sum over a Poisson sample of units (images, or persons with all their images), repeated. Three
-accountants bound the epsilon of a composition. Each bound is valid alone, so the minimum is; all are recorded.
-
-- `exact`: Gaussian releases without subsampling compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose epsilon has
-  a closed form (Balle and Wang 2018).
-- `rdp`: Renyi DP with the improved conversion (Canonne, Kamath and Steinke 2020).
-- `pld`: privacy loss distributions, rounded pessimistically to a grid that is fine enough for the composition.
+accountants bound the epsilon of a composition. Each bound is valid alone, so the minimum is; all are recorded. `exact`:
+Gaussian releases without subsampling compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose epsilon has a closed
+form (Balle and Wang 2018). `rdp`: Renyi DP with the improved conversion (Canonne, Kamath and Steinke 2020). `pld`:
+privacy loss distributions, rounded pessimistically to a grid that is fine enough for the composition.
 
 The noise multiplier z is the standard deviation of the noise over the clipping norm of one unit. The sensitivity of the
 sum, in clipping norms, is 1 under add-remove and 2 under replace-one; sqrt(2) if rows are non-negative (|a - b|^2 <=
@@ -20,8 +18,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import dp_accounting
@@ -31,8 +28,7 @@ from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 
 GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
 GRID_POINTS = 250_000  # maximum for the privacy loss of one release
-MAX_TIMES = 10**7
-MIN_NOISE, MAX_NOISE = 1e-3, 1e9  # outside this range the accountants lose precision
+MAX_TIMES, MIN_NOISE, MAX_NOISE = 10**7, 1e-3, 1e9  # outside this range the accountants lose precision
 
 
 @dataclass(frozen=True)
@@ -88,10 +84,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Plan:
-    """Calibrated releases and their budget, before anything is spent.
-
-    Guarantee: a plan can only be constructed if the composition of its releases is within the budget.
-    """
+    """Calibrated releases and their budget. Guarantee: it can only be constructed if they are within the budget."""
 
     releases: tuple[Release, ...]
     budget: Budget
@@ -119,8 +112,7 @@ class Plan:
 def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "add-remove") -> dict[str, float | None]:
     """Return the epsilon of each accountant for these releases; None where one does not apply.
 
-    Guarantee: each number is an upper bound on epsilon at `delta` for the adaptive composition of the releases, whose
-    parameters do not depend on their results.
+    Guarantee: upper bounds at `delta` for the adaptive composition, with parameters that do not depend on results.
     """
     found: dict[str, float | None] = {"exact": None, "rdp": None, "pld": None}
     if not releases:
@@ -166,14 +158,12 @@ def rdp_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
 def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
     """Return epsilon by privacy loss distributions.
 
-    Guarantee: rounding is pessimistic for every grid, so the grid affects only how tight the bound is. Rounding to a
-    grid of width h adds about h^2/6 to the variance of one loss; h keeps the total below `GRID_ERROR` of the variance
-    of the composition. The library convolves by FFT, whose round-off may lower delta by about 1e-17 per release; the
-    query uses a delta that is smaller by ten times that.
+    Guarantee: rounding is pessimistic for every grid. A grid of width h adds about h^2/6 to the variance of one loss; h
+    keeps the total below `GRID_ERROR` of the variance of the composition. The library convolves by FFT, whose round-off
+    may lower delta by about 1e-17 per release; the query uses a delta that is smaller by ten times that.
     """
-    relation = dp_accounting.NeighboringRelation
-    replace_one = adjacency == "replace-one"
-    sensitivity = 2.0 if replace_one else 1.0
+    both = dp_accounting.NeighboringRelation
+    relation, sensitivity = (both.REPLACE_ONE, 2.0) if adjacency == "replace-one" else (both.ADD_OR_REMOVE_ONE, 1.0)
     variance = 1 / full**2
     count = int(math.isfinite(full))
     max_loss = 10 / full + 0.5 / full**2 if sampled else 0.0
@@ -193,21 +183,13 @@ def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
             z,
             value_discretization_interval=interval,
             sampling_prob=q,
-            neighboring_relation=relation.REPLACE_ONE if replace_one else relation.ADD_OR_REMOVE_ONE,
+            neighboring_relation=relation,
         )
         total = total.compose(one.self_compose(times))
     return float(total.get_epsilon_for_delta(max(delta - 1e-14 - 1e-16 * count, 0.0)))
 
 
-@contextmanager
-def suppress_library_warnings() -> Iterator[None]:
+def suppress_library_warnings() -> warnings.catch_warnings[None]:
     """Hide warnings of `dp_accounting` about RDP orders that it skips; a bound without them is still valid."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return warnings.catch_warnings(action="ignore")

@@ -219,7 +219,7 @@ def test_library_warnings_are_hidden(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     # The library does warn for these parameters.
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.25))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="absl"):
         dp_accounting.rdp.RdpAccountant().compose(event, 300)
     assert caplog.records
 

@@ -22,9 +22,10 @@ from sfumato.data import ImageSet
 from sfumato.engine import GradientVault, Performance, calibrate
 from sfumato.nets.stacked import stacked
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Plan, Release
-from sfumato.privacy import vault as module
+from sfumato.privacy import records as module
 from sfumato.privacy.budget import ADJACENCIES
-from sfumato.privacy.sampling import cap_per_person, poisson_sample, shuffled
+from sfumato.privacy.randomness import host_generator
+from sfumato.privacy.sampling import assign_slots, cap_per_person, person_weights, poisson_sample, shuffled
 from sfumato.privacy.vault import RedactedError
 from sfumato.testing import check_unit_variance
 
@@ -325,7 +326,7 @@ def test_sampled_sums_use_a_fresh_poisson_sample_each_time() -> None:
 
 def test_one_more_record_displaces_one_other() -> None:
     """Check proof 4: a random order of n + 1 records is one of n with one record moved to the end."""
-    orders = {tuple(shuffled(torch.arange(4)).tolist()) for _ in range(2000)}
+    orders = {tuple(shuffled(torch.arange(4), host_generator()).tolist()) for _ in range(2000)}
     assert len(orders) == 24
     made = set()
     for order in {tuple(o for o in longer if o != 3) for longer in orders}:
@@ -334,6 +335,26 @@ def test_one_more_record_displaces_one_other() -> None:
             longer[-1], longer[place] = longer[place], 3
             made.add(tuple(o for o in longer if o != -1))
     assert made == orders
+
+
+def test_records_of_a_person_displace_others_of_little_weight() -> None:
+    """Check proof 4 for persons: m new records take the slots of at most m others, of weights below 2/m."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        sizes = torch.randint(1, 20, (12,), generator=generator)
+        persons = torch.repeat_interleave(torch.arange(12), sizes)
+        everyone = torch.arange(len(persons))
+        weights, groups = person_weights(persons, everyone, 12)
+        new = persons == 11
+        m = int(new.sum())
+        longer = assign_slots(everyone, groups, 4, host_generator())
+        assert sorted(longer[longer >= 0].tolist()) == everyone.tolist()
+        starts = longer.reshape(-1, 4)
+        assert all(len(groups[row[row >= 0]].unique()) <= 1 for row in starts)  # a batch has one group
+        own = longer[torch.isin(longer, everyone[(groups == groups[-1]) & ~new])]
+        rivals = weights[own]
+        assert not len(rivals) or float(rivals.max()) < 2 / m
+        assert float(weights[new].sum()) == pytest.approx(1)
 
 
 # -- persons ----------------------------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""Workers on a Ray cluster: one actor for each core or GPU, restarted when it dies (trusted to pass messages only).
+
+Shard n belongs to worker n modulo their number, so that its pixels stay where they were decoded. A worker that was
+killed is started again, reads its shards again and checks their hashes; the calls that it had not answered are
+repeated. Ray's own messages are not shown. A local cluster listens on the loopback, writes no object to disk, and
+requires a random token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sfumato.cluster.travelling import pack
+from sfumato.cluster.worker import Entry, Failure, Loaded, Partial, ShardError, Step, Task, Worker, code_digest
+from sfumato.data.errors import DataError, DataWarning, reason
+from sfumato.threads import usable_cores
+
+RESTARTS = 8  # of a worker; after that the run stops
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_record_task_actor_creation_sites": "false",
+    "RAY_task_events_report_interval_ms": "0",  # nothing about tasks is kept for dashboards
+}
+STORE_BYTES = 256 << 20  # object store of a local cluster: queries and sums, no images from files
+
+
+class RayCluster:
+    """Workers on a Ray cluster.
+
+    - address: "local" starts one on this machine; else "ray://host:10001", "auto" or "host:6379".
+    - workers: number of workers, default: the GPUs of the cluster, or else its cores.
+    - store: bytes of the object store of a local cluster, default 256 MiB.
+    """
+
+    def __init__(self, address: str = "local", workers: int | None = None, store: int = STORE_BYTES) -> None:
+        self._ray = _import_ray(address)
+        self._started = not self._ray.is_initialized()
+        if self._started:
+            self._start(address, workers, store)
+        resources = self._ray.cluster_resources()
+        gpus, cpus = int(resources.get("GPU", 0)), max(1, int(resources.get("CPU", 1)))
+        number = workers or gpus or cpus
+        self.threads = max(1, cpus // number)
+        kind = self._ray.remote(_Actor).options(
+            num_cpus=min(self.threads, cpus / number),
+            num_gpus=gpus / number if gpus else 0,
+            max_restarts=RESTARTS,
+            max_task_retries=RESTARTS,
+        )
+        self._actors = [kind.remote(code_digest()) for _ in range(number)]
+        self._entries: dict[tuple[str, int], Any] = {}
+        self._packed: dict[int, tuple[Any, bytes]] = {}
+
+    def pids(self) -> list[int]:
+        """Return the process of each worker."""
+        found: list[int] = self._ray.get([actor.pid.remote() for actor in self._actors])
+        return found
+
+    def load(self, entries: Sequence[Entry]) -> Iterator[Loaded | Failure]:
+        return self._each(entries, lambda actor, entry: actor.load.remote(entry))
+
+    def total(self, task: Task, entries: Sequence[Entry]) -> Iterator[Partial | Failure]:
+        travelling = replace(
+            task,
+            query=replace(task.query, run=self._pack(task.query.run)),
+            shared=[each.cpu() for each in task.shared],
+            steps=self._pack_steps(task.steps),
+        )
+        with _in_words():
+            common = self._ray.put(travelling)
+        return self._each(entries, lambda actor, entry: actor.total.remote(common, entry))
+
+    def map(self, steps: Sequence[Step], device: str, entries: Sequence[Entry]) -> Iterator[Partial | Failure]:
+        with _in_words():
+            common = self._ray.put(self._pack_steps(steps))
+        return self._each(entries, lambda actor, entry: actor.map.remote(common, device, entry))
+
+    def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
+        return self._each(entries, lambda actor, entry: actor.matches.remote(digests, entry))
+
+    def close(self) -> None:
+        """Stop the workers; their pixels and sums are gone with them. Stop a cluster that this object started."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor, no_restart=True)
+        self._entries.clear()
+        self._packed.clear()
+        if self._started and self._ray.is_initialized():
+            self._ray.shutdown()
+
+    def _start(self, address: str, workers: int | None, store: int) -> None:
+        logging.getLogger("ray").setLevel(logging.CRITICAL)
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        if address == "local":
+            options |= {
+                "address": "local",
+                "num_cpus": workers or usable_cores(),
+                "include_dashboard": False,
+                "object_store_memory": store,
+                "_node_ip_address": "127.0.0.1",
+                "_system_config": {"automatic_object_spilling_enabled": False},
+            }
+        else:
+            options["address"] = address
+            warn_about_security(address)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                self._ray.init(**options)
+        except Exception as error:
+            raise DataError(f"the cluster {address} cannot be reached or started: {reason(error)}") from None
+
+    def _each(self, entries: Sequence[Entry], call: Callable[[Any, Any], Any]) -> Iterator[Any]:
+        """Call a worker for each entry and yield the results as they come."""
+        with _in_words():
+            waiting = [call(self._actors[e.number % len(self._actors)], self._reference(e)) for e in entries]
+        while waiting:
+            with _in_words():
+                ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=1.0)
+                results = self._ray.get(ready)
+            yield from results
+
+    def _reference(self, entry: Entry) -> Any:
+        key = entry.run, entry.number
+        if key not in self._entries:
+            self._entries[key] = self._ray.put(entry)
+        return self._entries[key]
+
+    def _pack(self, function: Any) -> Any:
+        """Return a pickled function or graph; the same object is pickled once."""
+        known = self._packed.get(id(function))
+        if known is None or known[0] is not function:
+            if len(self._packed) > 16:
+                self._packed.clear()
+            known = self._packed[id(function)] = function, pack(function)
+        return known[1]
+
+    def _pack_steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        return tuple(replace(step, graph=self._pack(step.graph)) for step in steps)
+
+
+class _Actor(Worker):
+    """A worker as an actor: graphs arrive pickled."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def total(self, task: Task, entry: Entry) -> Partial | Failure:
+        query = replace(task.query, run=self.unpack(task.query.run))  # type: ignore[arg-type]
+        return super().total(replace(task, query=query, steps=self._unpack_steps(task.steps)), entry)
+
+    def map(self, task: Sequence[Step], device: str, entry: Entry) -> Partial | Failure:
+        return super().map(self._unpack_steps(task), device, entry)
+
+    def _unpack_steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        return tuple(replace(step, graph=self.unpack(step.graph)) for step in steps)
+
+
+def warn_about_security(address: str) -> None:
+    """Warn where private sums would travel without encryption or authentication."""
+    tls, token = os.environ.get("RAY_USE_TLS", "0") == "1", os.environ.get("RAY_AUTH_MODE", "") == "token"
+    if not tls or not token:
+        missing = " and ".join(["TLS (RAY_USE_TLS=1)"] * (not tls) + ["a token (RAY_AUTH_MODE=token)"] * (not token))
+        what = f"the cluster {address} is used without {missing}: whoever reaches its network can read private images"
+        warnings.warn(DataWarning(f"{what}. See docs/cluster.md"), stacklevel=5)
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """Turn errors of Ray into errors in words. They depend on machines, not on images."""
+    from ray import exceptions
+
+    try:
+        yield
+    except exceptions.RayActorError:
+        raise ShardError(f"a worker of the cluster died more than {RESTARTS} times") from None
+    except (exceptions.ObjectStoreFullError, exceptions.OutOfMemoryError):
+        raise ShardError("the memory of the cluster is full; give it more, or use smaller networks") from None
+    except exceptions.RayTaskError:
+        raise RuntimeError("a worker failed") from None  # its message and traceback could contain pixel values
+    except (exceptions.RayError, ConnectionError) as error:
+        raise ShardError(f"the cluster does not answer ({type(error).__name__})") from None
+
+
+def _import_ray(address: str) -> Any:
+    """Import Ray, which reads its settings when it is imported: a local cluster then requires a random token."""
+    if "ray" not in sys.modules:
+        os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
+        if address == "local" and "RAY_AUTH_MODE" not in os.environ:
+            os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import ray
+            import ray.cloudpickle
+    except ImportError as error:
+        raise DataError("a cluster needs ray: pip install 'sfumato[cluster]'") from error
+    return ray
