@@ -50,13 +50,11 @@ class ClusterVault(GradientVault):
             chosen, self._cap, self._units = cap_per_person(units, most), most, len(names)
             every, groups = person_weights(units, chosen, len(names))
             weights = torch.zeros_like(every).index_copy_(0, chosen, every[chosen])
-        run, begin, self._entries = secrets.token_hex(8), 0, list[Entry]()
+        begin, self._entries = 0, list[Entry]()
         for entry in records.entries:
             part = slice(begin, begin := begin + entry.records)
             own = None if groups is None else groups[part].clone()
-            self._entries.append(
-                replace(entry, units=units[part].clone(), weights=weights[part].clone(), groups=own, run=run)
-            )
+            self._entries.append(replace(entry, units=units[part].clone(), weights=weights[part].clone(), groups=own))
         self._images: Any = Elsewhere(torch.Size((count, *records.shape)))
 
     def unprotected(self, reason: str) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +73,7 @@ class ClusterVault(GradientVault):
             size,
             shared,
             tuple(normals),
-            secrets.token_bytes(KEY_BYTES),  # forgotten with the task
+            new_key(),  # forgotten with the task
             self.device.type,
             self._secure(release),
             self._images.steps,
@@ -88,7 +86,7 @@ class ClusterVault(GradientVault):
 
     def _mapped(self, graph: Any, shape: torch.Size, size: int) -> Any:
         """Apply a graph on the workers. Guarantee: nothing returns."""
-        key, identity = secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
+        key, identity = new_key(), secrets.token_hex(16)
         steps = (*self._images.steps, Step(identity, graph, shape, size, key))
         collect(self._executor.map(steps, self.device.type, self._entries), identity, self._entries)
         return Elsewhere(torch.Size((self._images.shape[0], *shape)), steps)
@@ -108,6 +106,11 @@ class ClusterVault(GradientVault):
         if fault:
             raise ShardError(f"{fault[0]}. Nothing was released; what was charged stays charged")
         return total
+
+
+def new_key() -> bytes:
+    """Return the key of one query. Guarantee: OS entropy, and never used again."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 def collect(results: Iterable[Partial | Failure], task: str, entries: Sequence[Entry]) -> list[Tensor]:

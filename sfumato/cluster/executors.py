@@ -19,6 +19,10 @@ class Executor(Protocol):
 
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]: ...
 
+    def forget(self, owner: str) -> None:
+        """Delete the pixels of one image set."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -40,8 +44,11 @@ class InProcess:
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return (self._worker.matches(digests, entry) for entry in entries)
 
+    def forget(self, owner: str) -> None:
+        self._worker.forget(owner)
+
     def close(self) -> None:
-        self._worker.forget()
+        self._worker = Worker()
 
 
 def connect(cluster: Any = None, **options: Any) -> Executor:

@@ -2,8 +2,8 @@
 
 Shard n belongs to worker n modulo their number, so that its pixels stay where they were decoded. A worker that was
 killed is started again, reads its shards again and checks their hashes; the calls that it had not answered are
-repeated. Ray's own messages are not shown. A local cluster listens on the loopback, writes no object to disk, and
-requires a random token.
+repeated. Ray's own messages are not shown. A local cluster writes no object to disk, and requires a random token of
+whoever connects to its ports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ RESTARTS = 8  # of a worker; after that the run stops
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # print nothing of workers, nor about workers that died
     "RAY_record_task_actor_creation_sites": "false",
     "RAY_task_events_report_interval_ms": "0",  # nothing about tasks is kept for dashboards
 }
@@ -88,6 +89,11 @@ class RayCluster:
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return self._each(entries, lambda actor, entry: actor.matches.remote(digests, entry))
 
+    def forget(self, owner: str) -> None:
+        self._entries = {key: value for key, value in self._entries.items() if key[0] != owner}
+        with contextlib.suppress(self._ray.exceptions.RayError):  # a worker that died holds nothing
+            self._ray.get([actor.forget.remote(owner) for actor in self._actors])
+
     def close(self) -> None:
         """Stop the workers; their pixels and sums are gone with them. Stop a cluster that this object started."""
         for actor in self._actors:
@@ -107,8 +113,7 @@ class RayCluster:
                 "num_cpus": workers or usable_cores(),
                 "include_dashboard": False,
                 "object_store_memory": store,
-                "_node_ip_address": "127.0.0.1",
-                "_system_config": {"automatic_object_spilling_enabled": False},
+                "_system_config": {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0},
             }
         else:
             options["address"] = address
@@ -130,10 +135,12 @@ class RayCluster:
             yield from results
 
     def _reference(self, entry: Entry) -> Any:
-        key = entry.run, entry.number
-        if key not in self._entries:
-            self._entries[key] = self._ray.put(entry)
-        return self._entries[key]
+        """Return the entry in the object store, where it is put once."""
+        key = entry.owner, entry.number
+        known = self._entries.get(key)
+        if known is None or known[0] is not entry:
+            known = self._entries[key] = entry, self._ray.put(entry)
+        return known[1]
 
     def _pack(self, function: Any) -> Any:
         """Return a pickled function or graph; the same object is pickled once."""
@@ -183,7 +190,7 @@ def _in_words() -> Iterator[None]:
         yield
     except exceptions.RayActorError:
         raise ShardError(f"a worker of the cluster died more than {RESTARTS} times") from None
-    except (exceptions.ObjectStoreFullError, exceptions.OutOfMemoryError):
+    except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError):
         raise ShardError("the memory of the cluster is full; give it more, or use smaller networks") from None
     except exceptions.RayTaskError:
         raise RuntimeError("a worker failed") from None  # its message and traceback could contain pixel values

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.storage import FileRows
+from sfumato.data.storage import FileRows, Spool
 from sfumato.privacy.accounting import Release
 from sfumato.privacy.records import Records
 from sfumato.privacy.sampling import assign_slots
@@ -75,9 +75,9 @@ class ShardRecords(Records):
             return self._chosen
         return self._chosen[keyed_uniforms(self._key, self._unit_of[self._chosen]) < release.sampling_prob]
 
-    def map_to_file(self, graph: Any, shape: torch.Size, size: int) -> FileRows:
+    def map_to_file(self, graph: Any, shape: torch.Size, size: int, spool: Spool) -> FileRows:
         """Return the rows of a graph for all records in use, in a file; zeros for the others."""
-        rows = FileRows(shape, np.float32)
+        rows = FileRows(shape, np.float32, spool)
         rows.write(len(self._images) - 1, np.zeros((1, *shape), np.float32))
         for index in assign_slots(self._chosen, self._groups, size, self._generator()).split(size):
             if len(self._chosen):

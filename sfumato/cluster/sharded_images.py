@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,11 +39,11 @@ class ShardedImages:
     """Images in shards. Everything but the pixels is in memory.
 
     - entries: the shards, in the order of the manifest. outline: labels, classes, persons, and blank pixels.
-    - executor: where the pixels are.
+    - executor: where the pixels are. alone: whether nothing else uses it, so that `close` closes it.
     """
 
-    def __init__(self, entries: Sequence[Entry], outline: ImageSet, executor: Executor) -> None:
-        self.entries, self.outline, self.executor = tuple(entries), outline, executor
+    def __init__(self, entries: Sequence[Entry], outline: ImageSet, executor: Executor, alone: bool) -> None:
+        self.entries, self.outline, self.executor, self._alone = tuple(entries), outline, executor, alone
 
     def __len__(self) -> int:
         return len(self.outline)
@@ -86,8 +87,11 @@ class ShardedImages:
         return [index for index, digest in enumerate(digests) if digest in found]
 
     def close(self) -> None:
-        """Delete the pixels, and stop a local cluster."""
-        self.executor.close()
+        """Delete the pixels, and stop a cluster that was started for these images."""
+        if self._alone:
+            self.executor.close()
+        else:
+            self.executor.forget(self.entries[0].owner)
 
     def __enter__(self) -> ShardedImages:
         return self
@@ -130,11 +134,11 @@ def open_shards(
     reading = Reading(options, conversion, workers)
     shards = split_images(source) if isinstance(source, ImageSet) else find_shards(source, reading)
     executor = connect(cluster)
+    own, alone = replace(reading, workers=workers or getattr(executor, "threads", None)), executor is not cluster
     try:
-        own = replace(reading, workers=workers or getattr(executor, "threads", None))
-        return _load(shards, own, on_error, executor, manifest, source, progress)
+        return _load(shards, own, on_error, executor, alone, manifest, source, progress)
     except BaseException:
-        if executor is not cluster:
+        if alone:
             executor.close()
         raise
 
@@ -144,13 +148,15 @@ def _load(
     reading: Reading,
     on_error: OnError,
     executor: Executor,
+    alone: bool,
     manifest: str | Path | None,
     source: Any,
     progress: Progress | None,
 ) -> ShardedImages:
     expected = None if manifest is None else _read_manifest(Path(manifest), shards)
+    owner = secrets.token_hex(16)
     entries = [
-        Entry(number, shard, reading, on_error, None if expected is None else expected[shard.name].sha256)
+        Entry(owner, number, shard, reading, on_error, None if expected is None else expected[shard.name].sha256)
         for number, shard in enumerate(shards)
     ]
     found: dict[int, Loaded] = {}
@@ -183,7 +189,7 @@ def _load(
     check_number(outline, source, warn=reading.options.split == "train")
     if skipped := sum(each.skipped for each in loaded):
         warnings.warn(DataWarning(f"{skipped} files cannot be read and were left out"), stacklevel=3)
-    images = ShardedImages(entries, outline, executor)
+    images = ShardedImages(entries, outline, executor, alone)
     if manifest is not None and expected is None:
         content = {"format": FORMAT, "shards": [asdict(line) for line in images.manifest()]}
         with replacing(Path(manifest), overwrite=False) as partial:

@@ -23,7 +23,7 @@ from sfumato.cluster.shard_records import ShardRecords
 from sfumato.data.decode import OnError
 from sfumato.data.errors import DataError
 from sfumato.data.shards import Decoded, MissingShard, Reading, Shard, decode_shard
-from sfumato.data.storage import FileRows
+from sfumato.data.storage import FileRows, Spool
 from sfumato.privacy import Release
 from sfumato.privacy.records import Query
 
@@ -38,9 +38,11 @@ class ShardError(DataError):
 class Entry:
     """A shard of the manifest as the workers need it; private.
 
+    - owner: identifies the image set; several may be on the same workers.
     - units, weights, groups: of each record, see `ShardRecords`; None before they are known.
     """
 
+    owner: str
     number: int
     shard: Shard
     reading: Reading
@@ -50,7 +52,6 @@ class Entry:
     units: Tensor | None = None
     weights: Tensor | None = None
     groups: Tensor | None = None
-    run: str = ""  # identifies these units and weights
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Worker:
     """
 
     def __init__(self, code: str | None = None) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._spool = Spool()
         self._unpacked: dict[str, Any] = {}
         self._same_code = code is None or code == code_digest()
 
@@ -193,10 +195,12 @@ class Worker:
         found: frozenset[bytes] | Failure = self._safely(entry, find)
         return found
 
-    def forget(self) -> None:
-        """Delete all pixels and rows."""
-        self._held.clear()
-        self._unpacked.clear()
+    def forget(self, owner: str) -> None:
+        """Delete the pixels and rows of an image set; their space on disk is free when no set is left."""
+        self._held = {place: held for place, held in self._held.items() if place[0] != owner}
+        if not self._held:
+            self._unpacked.clear()
+            self._spool = Spool()
 
     def unpack(self, packed: bytes) -> Any:
         """Return an unpickled object; the same bytes are unpickled once."""
@@ -208,12 +212,13 @@ class Worker:
         return self._unpacked[identity]
 
     def _hold(self, entry: Entry) -> _Held:
-        if entry.number not in self._held:
-            decoded = decode_shard(entry.shard, entry.reading, entry.on_error)
+        place = entry.owner, entry.number
+        if place not in self._held:
+            decoded = decode_shard(entry.shard, entry.reading, entry.on_error, self._spool)
             if entry.sha256 is not None and decoded.sha256 != entry.sha256:
                 raise MissingShard(f"the shard {entry.shard.name} was changed since it was first read")
-            self._held[entry.number] = _Held(decoded)
-        held = self._held[entry.number]
+            self._held[place] = _Held(decoded)
+        held = self._held[place]
         if entry.sha256 is not None and held.decoded.sha256 != entry.sha256:
             raise MissingShard(f"the shard {entry.shard.name} is not the one of the manifest")
         return held
@@ -225,7 +230,7 @@ class Worker:
         if last.identity not in held.mapped:
             before = self._rows(steps[:-1], entry, held, device)
             records = self._records(before, entry, held, last.key, device)
-            held.mapped[last.identity] = records.map_to_file(last.graph, last.shape, last.size)
+            held.mapped[last.identity] = records.map_to_file(last.graph, last.shape, last.size, self._spool)
         return held.mapped[last.identity]
 
     def _records(self, rows: FileRows, entry: Entry, held: _Held, key: bytes, device: torch.device) -> ShardRecords:

@@ -26,7 +26,7 @@ from sfumato.data.errors import DataError, first_few, reason
 from sfumato.data.imageset import ImageSet
 from sfumato.data.load import BRACES, ReadOptions, Split, expand_braces, find_source, select_split
 from sfumato.data.parallel import map_in_order
-from sfumato.data.storage import FileRows
+from sfumato.data.storage import FileRows, Spool
 
 SUFFIXES = (".tar", ".parquet")
 RECORDS = 1000  # of a shard that is no file of its own
@@ -158,13 +158,13 @@ def split_images(images: ImageSet, name: str = "images") -> list[Shard]:
     ]
 
 
-def decode_shard(shard: Shard, reading: Reading, on_error: OnError) -> Decoded:
-    """Read a shard and decode its images to a file. Memory: the encoded shard and a few images."""
+def decode_shard(shard: Shard, reading: Reading, on_error: OnError, spool: Spool | None = None) -> Decoded:
+    """Read a shard and decode its images to a file (`spool`). Memory: the encoded shard and a few images."""
     found, sha256 = shard.read(reading)
     conversion = reading.conversion
     if isinstance(found, ImageSet):
         wanted = [convert(to_pil_image(each), conversion.size, conversion.mode) for each in found.images.numpy()]
-        rows = FileRows(wanted[0].shape, np.uint8)
+        rows = FileRows(wanted[0].shape, np.uint8, spool)
         rows.write(0, np.stack(wanted))
         persons = None if found.persons is None else [str(int(each)) for each in found.persons]
         return Decoded(sha256, rows, found.labels, persons, tuple(found.classes), 0)
@@ -184,7 +184,7 @@ def decode_shard(shard: Shard, reading: Reading, on_error: OnError) -> Decoded:
                 continue
             for image in result:
                 image = image if conversion.mode != "rgb" or len(image) == 3 else np.repeat(image, 3, 0)
-                pixels = pixels or FileRows(image.shape, np.uint8)
+                pixels = pixels or FileRows(image.shape, np.uint8, spool)
                 if image.shape != pixels.shape[1:]:
                     raise DataError(f"{name} of {shard.name} has another size or colour; pass size and mode")
                 pixels.write(len(kept), image[None])

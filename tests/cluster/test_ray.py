@@ -1,0 +1,190 @@
+"""A real local Ray cluster: the same bytes for any number of workers, killed workers, a full store, silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sfumato
+from sfumato.cluster import connect, open_shards
+from sfumato.cluster.ray_cluster import warn_about_security
+from sfumato.cluster.worker import ShardError
+from sfumato.data import DataWarning, ImageSet
+from sfumato.data import shards as shards_module
+from tests.cluster.conftest import make_answers, vault_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*holds fewer than:sfumato.data.DataWarning",
+    "ignore::ResourceWarning",  # sockets of Ray
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+def slowly(images: torch.Tensor) -> torch.Tensor:
+    """Take most of a second for a shard of 20 images."""
+    rows = images.flatten(1).repeat(1, 8)
+    for _ in range(60):
+        rows = torch.tanh(rows @ torch.eye(512))
+    return rows
+
+
+def kill_a_worker_during(cluster: Any, seconds: float) -> threading.Thread:
+    victim = cluster.pids()[0]
+
+    def kill() -> None:
+        time.sleep(seconds)
+        os.kill(victim, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("replayed")
+def test_a_killed_worker_changes_no_byte(shards: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = vault_of(open_shards(shards, classes=10)).sum(slowly, release="sum", bound=1.0)
+    images = open_shards(shards, classes=10, cluster=cluster)
+    vault, before = vault_of(images), cluster.pids()
+    thread = kill_a_worker_during(cluster, 0.2)
+    answer = vault.sum(slowly, release="sum", bound=1.0)
+    thread.join()
+    assert torch.equal(answer, expected)
+    assert cluster.pids() != before
+    assert vault.ledger.charged("sum") == 1
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""  # Ray's own messages are not shown
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("unit", ["image", "person"])
+def test_workers_in_processes_give_the_same_bytes(shards: Path, cluster: Any, unit: Any) -> None:
+    person, ask = "person" if unit == "person" else None, make_answers()
+    expected = ask(vault_of(open_shards(shards, classes=10, person=person), unit))
+    found = ask(vault_of(open_shards(shards, classes=10, person=person, cluster=cluster), unit))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_image_sets_on_one_cluster_are_not_mixed_up(shards: Path, digits: ImageSet, cluster: Any) -> None:
+    first, second = (
+        open_shards(each, cluster=cluster) for each in (digits.subset(range(30)), digits.subset(range(20)))
+    )
+    assert [float(vault_of(each).counts().sum()) for each in (first, second, first)] == [30, 20, 30]
+    first.close()
+    assert float(vault_of(second).counts().sum()) == 20
+
+
+def test_a_full_object_store_stops_the_run_in_words(shards: Path, cluster: Any) -> None:
+    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
+    large = torch.zeros(400_000_000, dtype=torch.uint8)
+    with pytest.raises(ShardError, match=r"memory of the cluster is full.*Nothing was released"):
+        vault.sum(lambda images, constant: images.flatten(1) + constant[0], release="sum", bound=1.0, constants=[large])
+    assert vault.ledger.charged("sum") == 1
+    assert vault.ledger.void is None
+    assert vault.counts().shape == (10,)  # the cluster works on
+
+
+def test_a_shard_that_is_gone_stops_the_run_in_words(shards: Path, cluster: Any) -> None:
+    images = open_shards(shards, classes=10, cluster=cluster)
+    vault = vault_of(images)
+    cluster._ray.get([actor.forget.remote(images.entries[0].owner) for actor in cluster._actors])
+    (shards / "w-002.tar").unlink()
+    with pytest.raises(ShardError, match=r"w-002\.tar cannot be read.*Nothing was released"):
+        vault.counts()
+
+
+@pytest.mark.parametrize(
+    ("tls", "mode", "words"),
+    [
+        ("0", "", r"without TLS .* and a token"),
+        ("1", "", "without a token"),
+        ("0", "token", "without TLS"),
+        ("1", "token", ""),
+    ],
+)
+def test_an_open_cluster_gives_a_warning(tls: str, mode: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", tls)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if not words:
+        return warn_about_security("ray://head:10001")
+    with pytest.warns(DataWarning, match=words):
+        warn_about_security("ray://head:10001")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("workers", [1, 7])
+def test_one_and_seven_workers_give_the_same_bytes(
+    digits: ImageSet, cluster: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "RECORDS", 6)
+    ask = make_answers()
+    expected = ask(vault_of(open_shards(digits)))
+    cluster.pids()
+    more = connect("local", workers=workers)
+    try:
+        found = ask(vault_of(open_shards(digits, cluster=more)))
+    finally:
+        more.close()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("replayed")
+def test_two_killed_workers_change_no_byte(shards: Path, cluster: Any) -> None:
+    expected = vault_of(open_shards(shards, classes=10)).sum(slowly, release="sum", bound=1.0)
+    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
+    first = kill_a_worker_during(cluster, 0.2)
+    later = threading.Thread(target=lambda: (time.sleep(6), kill_a_worker_during(cluster, 0.0).join()))
+    later.start()
+    answer = vault.sum(slowly, release="sum", bound=1.0)
+    first.join()
+    later.join()
+    assert torch.equal(answer, expected)
+
+
+DRIVER = """
+import os, signal, sys
+import sfumato as sf
+from sfumato.cluster import ClusterVault
+from sfumato.engine.kept_results import KeptResults
+folder, source, when = sys.argv[1:]
+if when == "before noise":
+    ClusterVault._noised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if when == "before commit":
+    KeptResults.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+model = sf.create("dp-merf", epsilon=5.0, features=40, steps=2, batch_size=10)
+model.fit(sf.open_shards(source, classes=10), run_dir=folder, resume=when == "resume")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before noise", "before commit"])
+def test_a_killed_driver_loses_no_charge(shards: Path, tmp_path: Path, when: str) -> None:
+    folder = tmp_path / "run"
+
+    def run(moment: str) -> int:
+        environment = {**os.environ, "PYTHONPATH": str(Path(sfumato.__file__).parents[1])}
+        command = [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(shards), moment]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+    assert run(when) == -signal.SIGKILL
+    charged = (folder / "ledger.jsonl").read_text().count('"charge"')
+    assert charged == 1
+    assert (folder / "releases.log").read_bytes() == b""  # no exact or partial sum is on disk
+    assert run("resume") == 0
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    names = [line["name"] for line in lines if line["kind"] == "charge"]
+    assert sorted(names) == sorted(release["name"] for release in lines[0]["plan"])  # each is charged once
+    assert sfumato.verify(folder / "certificate.json")
