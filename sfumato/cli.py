@@ -28,6 +28,7 @@ from sfumato.cli_doctor import doctor
 from sfumato.cli_evaluate import evaluate, ood
 from sfumato.cli_options import (
     AfterFit,
+    Cluster,
     ClusterOptions,
     Count,
     DataOptions,
@@ -37,6 +38,7 @@ from sfumato.cli_options import (
     MethodOptions,
     RunOptions,
     Sign,
+    Workers,
     parse_assignments,
     read_like,
     with_option_groups,
@@ -199,6 +201,8 @@ def sample(
         int | None, typer.Option(help="Set the seed, to draw the same images again.", show_default="a new one")
     ] = None,
     device: Device = "auto",
+    cluster: Cluster = None,
+    workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     sign: Sign = None,
     as_json: Json = False,
@@ -220,6 +224,8 @@ def sample(
         overwrite=overwrite,
         sign=sign,
         options=parse_assignments(params),
+        cluster=cluster,
+        workers=workers,
     )
     if as_json:
         return console.print_json(

@@ -69,6 +69,18 @@ AfterFit = Annotated[
     list[str] | None,
     typer.Option("--set", help="Set a parameter that may change after fit, NAME=VALUE; repeatable."),
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        help="Compute on a Ray cluster: local, ray://HOST:10001, or auto.",
+        show_default="this process",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Start this many workers.", show_default="GPUs, or cores", rich_help_panel=CLUSTER),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -258,18 +270,8 @@ class ClusterOptions:
         bool,
         typer.Option("--stream", help="Read shards one by one, never all images at once.", rich_help_panel=CLUSTER),
     ] = False
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Compute on a Ray cluster: local, ray://HOST:10001, or auto. Implies --stream.",
-            show_default="this process",
-            rich_help_panel=CLUSTER,
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Start this many workers.", show_default="GPUs, or cores", rich_help_panel=CLUSTER),
-    ] = None
+    cluster: Cluster = None  # implies `stream`
+    workers: Workers = None
     manifest: Annotated[
         Path | None,
         typer.Option(

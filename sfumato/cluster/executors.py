@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from sfumato.cluster.worker import Entry, Failure, Loaded, Partial, Step, Task, Worker
@@ -18,6 +18,10 @@ class Executor(Protocol):
     def map(self, steps: Sequence[Step], device: str, entries: Sequence[Entry]) -> Iterator[Partial | Failure]: ...
 
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]: ...
+
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the results of calls, in order. For public data and models only: errors keep their messages."""
+        ...
 
     def forget(self, owner: str) -> None:
         """Delete the pixels of one image set."""
@@ -43,6 +47,9 @@ class InProcess:
 
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return (self._worker.matches(digests, entry) for entry in entries)
+
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [function(*call) for call in calls]
 
     def forget(self, owner: str) -> None:
         self._worker.forget(owner)

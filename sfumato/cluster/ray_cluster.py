@@ -24,6 +24,7 @@ from sfumato.data.errors import DataError, DataWarning, reason
 from sfumato.threads import usable_cores
 
 RESTARTS = 8  # of a worker; after that the run stops
+PATIENCE = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -45,6 +46,8 @@ class RayCluster:
 
     def __init__(self, address: str = "local", workers: int | None = None, store: int = STORE_BYTES) -> None:
         self._ray = _import_ray(address)
+        self._entries: dict[tuple[str, int], Any] = {}
+        self._packed: dict[int, tuple[Any, bytes]] = {}
         self._started = not self._ray.is_initialized()
         if self._started:
             self._start(address, workers, store)
@@ -53,14 +56,16 @@ class RayCluster:
         number = workers or gpus or cpus
         self.threads = max(1, cpus // number)
         kind = self._ray.remote(_Actor).options(
-            num_cpus=min(self.threads, cpus / number),
+            num_cpus=0 if address == "local" else min(self.threads, cpus / number),  # local: as many as were asked for
             num_gpus=gpus / number if gpus else 0,
             max_restarts=RESTARTS,
             max_task_retries=RESTARTS,
         )
         self._actors = [kind.remote(code_digest()) for _ in range(number)]
-        self._entries: dict[tuple[str, int], Any] = {}
-        self._packed: dict[int, tuple[Any, bytes]] = {}
+        ready, _ = self._ray.wait([actor.pid.remote() for actor in self._actors], num_returns=number, timeout=PATIENCE)
+        if len(ready) < number:
+            self.close()
+            raise DataError(f"the cluster {address} has no room for {number} workers; pass fewer (--workers)")
 
     def pids(self) -> list[int]:
         """Return the process of each worker."""
@@ -88,6 +93,16 @@ class RayCluster:
 
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return self._each(entries, lambda actor, entry: actor.matches.remote(digests, entry))
+
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with _in_words(withheld=False):
+            packed = self._ray.put(pack(function))
+            waiting = [
+                self._actors[number % len(self._actors)].compute.remote(packed, *call)
+                for number, call in enumerate(calls)
+            ]
+            found: list[Any] = self._ray.get(waiting)
+        return found
 
     def forget(self, owner: str) -> None:
         self._entries = {key: value for key, value in self._entries.items() if key[0] != owner}
@@ -161,6 +176,9 @@ class _Actor(Worker):
     def pid(self) -> int:
         return os.getpid()
 
+    def compute(self, function: bytes, *arguments: Any) -> Any:
+        return self.unpack(function)(*arguments)
+
     def total(self, task: Task, entry: Entry) -> Partial | Failure:
         query = replace(task.query, run=self.unpack(task.query.run))  # type: ignore[arg-type]
         return super().total(replace(task, query=query, steps=self._unpack_steps(task.steps)), entry)
@@ -182,8 +200,11 @@ def warn_about_security(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_words() -> Iterator[None]:
-    """Turn errors of Ray into errors in words. They depend on machines, not on images."""
+def _in_words(withheld: bool = True) -> Iterator[None]:
+    """Turn errors of Ray into errors in words. They depend on machines, not on images.
+
+    - withheld: hide the errors of our own code, whose messages could contain pixel values; default True.
+    """
     from ray import exceptions
 
     try:
@@ -192,8 +213,10 @@ def _in_words() -> Iterator[None]:
         raise ShardError(f"a worker of the cluster died more than {RESTARTS} times") from None
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError):
         raise ShardError("the memory of the cluster is full; give it more, or use smaller networks") from None
-    except exceptions.RayTaskError:
-        raise RuntimeError("a worker failed") from None  # its message and traceback could contain pixel values
+    except exceptions.RayTaskError as error:
+        if not withheld:
+            raise error.cause from None
+        raise RuntimeError("a worker failed") from None
     except (exceptions.RayError, ConnectionError) as error:
         raise ShardError(f"the cluster does not answer ({type(error).__name__})") from None
 

@@ -338,6 +338,11 @@ class Synthesizer(ABC):
                     advance(sum(map(len, parts)), n)
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
 
+    def class_labels(self, n: int, labels: int | str | Sequence[int] | None = None) -> torch.Tensor:
+        """Return the label of each of `n` samples, [n]; see `sample`."""
+        self._fitted()
+        return self._labels(n, labels)
+
     def score(self, images: ImageSet, *, label: int | str | None = None, **options: Any) -> torch.Tensor:
         """Return the log-likelihood of each image, [N]: in one class, or in the mixture of all classes.
 
