@@ -19,11 +19,22 @@ from dataclasses import replace
 from typing import Any
 
 from sfumato.cluster.travelling import pack
-from sfumato.cluster.worker import Entry, Failure, Loaded, Partial, ShardError, Step, Task, Worker, code_digest
+from sfumato.cluster.worker import (
+    Entry,
+    Failure,
+    Loaded,
+    Partial,
+    ShardError,
+    Step,
+    Task,
+    Worker,
+    WorkersDied,
+    code_digest,
+)
 from sfumato.data.errors import DataError, DataWarning, reason
 from sfumato.threads import usable_cores
 
-RESTARTS = 8  # of a worker; after that the run stops
+RETRIES = 8  # of a call that ended its worker; workers are started again without limit
 PATIENCE = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,8 +69,8 @@ class RayCluster:
         kind = self._ray.remote(_Actor).options(
             num_cpus=0 if address == "local" else min(self.threads, cpus / number),  # local: as many as were asked for
             num_gpus=gpus / number if gpus else 0,
-            max_restarts=RESTARTS,
-            max_task_retries=RESTARTS,
+            max_restarts=-1,
+            max_task_retries=RETRIES,
         )
         self._actors = [kind.remote(code_digest()) for _ in range(number)]
         ready, _ = self._ray.wait([actor.pid.remote() for actor in self._actors], num_returns=number, timeout=PATIENCE)
@@ -210,7 +221,7 @@ def _in_words(withheld: bool = True) -> Iterator[None]:
     try:
         yield
     except exceptions.RayActorError:
-        raise ShardError(f"a worker of the cluster died more than {RESTARTS} times") from None
+        raise WorkersDied(f"a call ended {RETRIES + 1} workers in a row") from None
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError):
         raise ShardError("the memory of the cluster is full; give it more, or use smaller networks") from None
     except exceptions.RayTaskError as error:

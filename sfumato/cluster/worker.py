@@ -31,7 +31,11 @@ EXACT = 2**53  # float64 represents integers up to this
 
 
 class ShardError(DataError):
-    """A query stopped for a reason that does not depend on an image: a shard or a worker is gone. Charges stand."""
+    """A query stopped for a reason that does not depend on an image: a shard or a machine is gone. Charges stand."""
+
+
+class WorkersDied(RuntimeError):
+    """One call ended several workers in a row. That may depend on an image, so that it voids a run."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,9 @@ class Worker:
         if not self._same_code:
             return Failure(entry.number, "OtherProgram", "a worker has another version of sfumato than the driver")
         try:
-            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            flags = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
+            with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **flags), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 return compute()
         except MissingShard as error:
             return Failure(entry.number, "MissingShard", str(error))

@@ -21,6 +21,7 @@ from sfumato.cluster.ray_cluster import warn_about_security
 from sfumato.cluster.worker import ShardError
 from sfumato.data import DataWarning, ImageSet
 from sfumato.data import shards as shards_module
+from sfumato.privacy.vault import RedactedError
 from tests.cluster.conftest import make_answers, vault_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,6 +29,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning",  # sockets of Ray
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
+
+
+CRASH = b"cos\nabort\n(tR."  # a pickle that ends the process
 
 
 def slowly(images: torch.Tensor) -> torch.Tensor:
@@ -141,6 +145,18 @@ def test_one_and_seven_workers_give_the_same_bytes(
 
 
 @pytest.mark.slow
+def test_an_image_that_ends_each_worker_voids_the_run(
+    shards: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers load a crash by the pickle of the query, which tracing would never let through."""
+    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
+    monkeypatch.setattr(cluster, "_pack", lambda _: CRASH)
+    with pytest.raises(RedactedError, match="WorkersDied"):
+        vault.counts()
+    assert vault.ledger.void is not None
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("replayed")
 def test_both_workers_killed_change_no_byte(shards: Path, cluster: Any) -> None:
     expected = vault_of(open_shards(shards, classes=10)).sum(slowly, release="sum", bound=1.0)
@@ -157,24 +173,28 @@ import os, signal, sys
 import sfumato as sf
 from sfumato.cluster import ClusterVault
 from sfumato.engine.kept_results import KeptResults
-folder, source, when = sys.argv[1:]
+folder, source, cluster, when = sys.argv[1:]
 if when == "before noise":
     ClusterVault._noised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if when == "before commit":
     KeptResults.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 model = sf.create("dp-merf", epsilon=5.0, features=40, steps=2, batch_size=10)
-model.fit(sf.open_shards(source, classes=10), run_dir=folder, resume=when == "resume")
+with sf.open_shards(source, classes=10, cluster=None if cluster == "none" else cluster) as images:
+    model.fit(images, run_dir=folder, resume=when == "resume")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before noise", "before commit"])
-def test_a_killed_driver_loses_no_charge(shards: Path, tmp_path: Path, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "where"), [("before noise", "none"), ("before commit", "none"), ("before noise", "local")]
+)
+def test_a_killed_driver_loses_no_charge(shards: Path, tmp_path: Path, when: str, where: str) -> None:
     folder = tmp_path / "run"
 
     def run(moment: str) -> int:
-        environment = {**os.environ, "PYTHONPATH": str(Path(sfumato.__file__).parents[1])}
-        command = [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(shards), moment]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"PYTHONPATH": str(Path(sfumato.__file__).parents[1])}
+        command = [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(shards), where, moment]
         return subprocess.run(command, env=environment, check=False).returncode
 
     assert run(when) == -signal.SIGKILL
