@@ -81,6 +81,8 @@ class ClusterVault(GradientVault):
         partials = collect(self._executor.total(task, self._entries), task.identity, self._entries)
         total = torch.zeros(query.rows, query.width, dtype=torch.int64 if task.integer else torch.float64)
         for partial in partials:  # in the order of the manifest, so that float sums do not depend on the workers
+            if partial.shape != total.shape or partial.dtype != total.dtype:
+                raise ShardError("a worker returned a sum of another shape")
             total += partial
         return total.to(self.device)
 

@@ -10,11 +10,13 @@ import hashlib
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
+import PIL
 import torch
 from torch import Tensor
 
@@ -143,18 +145,11 @@ class Worker:
         """Read, hash and decode a shard; return what is known about it."""
 
         def load() -> Loaded:
-            held = self._hold(entry).decoded
-            shape = tuple(held.pixels.shape[1:])
-            return Loaded(
-                entry.number,
-                held.sha256,
-                len(held.pixels),
-                shape,
-                held.labels,
-                held.persons,
-                held.classes,
-                held.skipped,
-            )
+            held = self._hold(entry)
+            found, held.decoded = held.decoded, replace(held.decoded, persons=None)  # names are needed once
+            shape, count = tuple(found.pixels.shape[1:]), len(found.pixels)
+            facts = found.labels, found.persons, found.classes, found.skipped
+            return Loaded(entry.number, found.sha256, count, shape, *facts)
 
         loaded: Loaded | Failure = self._safely(entry, load, loading=True)
         return loaded
@@ -246,7 +241,11 @@ class Worker:
     def _safely(self, entry: Entry, compute: Callable[[], Any], loading: bool = False) -> Any:
         """Return the result, or a `Failure`. Only messages of `MissingShard`, and of loading, leave the worker."""
         if not self._same_code:
-            return Failure(entry.number, "OtherProgram", "a worker has another version of sfumato than the driver")
+            return Failure(
+                entry.number,
+                "OtherProgram",
+                "a worker has another version of sfumato, torch, numpy or Pillow than the driver",
+            )
         try:
             flags = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
             with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **flags), warnings.catch_warnings():
@@ -265,7 +264,7 @@ def code_digest() -> str:
     """Return a digest of the program that the guarantee of a cluster run rests on."""
     root = Path(sfumato.data.__file__).parents[1]
     files = sorted(path for folder in ("privacy", "cluster", "data") for path in (root / folder).glob("*.py"))
-    whole = hashlib.sha256(torch.__version__.encode())
+    whole = hashlib.sha256(f"{torch.__version__} {numpy.__version__} {PIL.__version__}".encode())
     for path in files:
         whole.update(path.read_bytes())
     return whole.hexdigest()

@@ -225,12 +225,12 @@ def find_source(source: Any, options: ReadOptions, conversion: Conversion, worke
         kinds = "a path, a name, a Hugging Face data set or a PyTorch data set"
         raise DataError(f"images cannot be read from a {type(source).__name__}; pass {kinds}")
     if isinstance(found, ImageSet):
-        return _with_classes(found, options.classes, source)
+        return with_classes(found, options.classes, source)
     if found.count == 0:
         raise DataError(f"{source} holds no images")
     if conversion.frames == "all":
         found = count_frames(found, workers)
-    return _with_classes(found, options.classes, source)
+    return with_classes(found, options.classes, source)
 
 
 def _check_classes(images: ImageSet, source: Any) -> None:
@@ -254,7 +254,7 @@ def check_number(images: ImageSet, source: Any, *, warn: bool) -> None:
         warnings.warn(DataWarning(message), stacklevel=3)
 
 
-def _with_classes(images: Found, classes: tuple[str, ...] | None, source: Any) -> Found:
+def with_classes(images: Found, classes: tuple[str, ...] | None, source: Any) -> Found:
     """Replace the classes of a source by the declared ones, which must include them, and renumber the labels."""
     if classes is None or images.labels is None or images.classes == classes:
         return images

@@ -24,7 +24,7 @@ from sfumato.data.containers import list_parquet, list_webdataset
 from sfumato.data.decode import Conversion, Item, Listing, OnError, Pixels, convert, decode_item, to_pil_image
 from sfumato.data.errors import DataError, first_few, reason
 from sfumato.data.imageset import ImageSet
-from sfumato.data.load import BRACES, ReadOptions, Split, expand_braces, find_source, select_split
+from sfumato.data.load import BRACES, ReadOptions, Split, expand_braces, find_source, select_split, with_classes
 from sfumato.data.parallel import map_in_order
 from sfumato.data.storage import FileRows, Spool
 
@@ -76,7 +76,8 @@ class FileShard:
     def read(self, reading: Reading) -> tuple[Listing, str]:
         data = read_bytes(self.name)
         reader = list_webdataset if self.name.lower().endswith(".tar") else list_parquet
-        return reader([Content(self.name, data)], **reading.options.columns), hashlib.sha256(data).hexdigest()
+        found = reader([Content(self.name, data)], **reading.options.columns)
+        return with_classes(found, reading.options.classes, self.name), hashlib.sha256(data).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,7 @@ def other_content(results: list[Any]) -> list[Any]:
         (lambda results: results[1:], "the sums of 1 shards are missing"),
         (stale, "another query"),
         (other_content, "another shard"),
+        (lambda results: [replace(results[0], total=torch.zeros(1)), *results[1:]], "another shape"),
     ],
 )
 def test_a_wrong_set_of_partials_releases_nothing(digits: ImageSet, fault: Any, words: str) -> None:
@@ -222,7 +224,7 @@ def test_an_error_on_an_image_voids_the_run_and_is_withheld(digits: ImageSet, mo
 def test_a_worker_with_another_program_is_refused(digits: ImageSet) -> None:
     images = open_shards(digits)
     images.executor._worker = Worker("another digest")  # type: ignore[attr-defined]
-    with pytest.raises(ShardError, match="another version of sfumato"):
+    with pytest.raises(ShardError, match="another version of sfumato, torch"):
         vault_of(images).counts()
 
 

@@ -83,6 +83,9 @@ def test_parquet_and_folders_and_hugging_face(digits: ImageSet, tmp_path: Path) 
     to_hugging_face(digits).save_to_disk(str(tmp_path / "saved"))
     for name in ("parquet", "saved"):
         assert torch.equal(whole(open_shards(tmp_path / name, mode="grey")), digits.images)
+    more = open_shards(tmp_path / "parquet", mode="grey", classes=["none", *digits.classes])
+    assert more.outline.labels is not None
+    assert torch.equal(more.outline.labels, digits.labels + 1)  # type: ignore[operator]
     folders = open_shards(tmp_path / "folders", mode="grey")
     assert torch.equal(whole(folders), sf.load_images(tmp_path / "folders", mode="grey").images)
 
