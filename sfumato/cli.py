@@ -173,7 +173,7 @@ def fit(
     usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
-    with _resumable(target), place.reading(source) as images:
+    with _resumable(target), place.reading(source, target) as images:
         _check_before_fit(model, images, run)
         model.fit(images, run_dir=target, max_per_person=source.max_per_person, **vars(run))
     certificate = model.certificate_
@@ -275,7 +275,7 @@ def synth(
     elif reference is not None or show_test:
         raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
-    with _resumable(target), place.reading(source) as images:
+    with _resumable(target), place.reading(source, target) as images:
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
         real = None if reference is None else read_like(reference, images, "train", source.on_error)
         _check_before_fit(model, images, run)

@@ -281,16 +281,17 @@ class ClusterOptions:
     ] = None
 
     @contextmanager
-    def reading(self, source: DataOptions) -> Iterator[ImageSet | ShardedImages]:
-        """Read the images, all of them or shard by shard; delete what was decoded at the end."""
+    def reading(self, source: DataOptions, target: Path) -> Iterator[ImageSet | ShardedImages]:
+        """Read the images for a run in `target`, all of them or shard by shard; delete what was decoded at the end."""
         if not (self.stream or self.cluster or self.manifest):
             yield source.load()
             return
-        from sfumato.cluster import connect, open_shards
+        from sfumato.cluster import check_apart, connect, open_shards
         from sfumato.console import print_warnings
         from sfumato.data import DataWarning
         from sfumato.progress import bar
 
+        check_apart(self.manifest, target)
         with bar("reading shards") as advance, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DataWarning)
             where = connect(self.cluster, **({} if self.workers is None else {"workers": self.workers}))

@@ -39,6 +39,7 @@ BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
 RUN_BYTES = 64 << 20  # of model, checkpoint and log
 FILE_SUFFIXES = (".npz", ".parquet")
 MODEL_FILES = ("model.safetensors", "config.json", "certificate.json", "ledger.jsonl")
+SHARED = ("images", "images.npz", "samples.png", "metrics.json", "README.md", "croissant.json", "report.html")
 SAMPLE_PART = 5000  # images that a worker draws at once
 
 
@@ -241,7 +242,7 @@ def synthesize(
     shown = test if show_test else None
     report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
     write_report([report], folder / "report.html", overwrite=True)
-    certificate = model.certificate_.covering(folder)
+    certificate = model.certificate_.covering(folder, {*model.certificate_.outputs, *SHARED})
     if sign is not None:
         certificate = certificate.signed(sign)
     certificate.save(folder / "certificate.json")

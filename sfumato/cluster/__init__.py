@@ -2,6 +2,6 @@
 
 from sfumato.cluster.cluster_vault import ClusterVault
 from sfumato.cluster.executors import Executor, connect
-from sfumato.cluster.sharded_images import ShardedImages, open_shards
+from sfumato.cluster.sharded_images import ShardedImages, check_apart, open_shards
 
-__all__ = ["ClusterVault", "Executor", "ShardedImages", "connect", "open_shards"]
+__all__ = ["ClusterVault", "Executor", "ShardedImages", "check_apart", "connect", "open_shards"]

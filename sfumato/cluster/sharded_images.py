@@ -19,8 +19,9 @@ from sfumato.data.decode import Conversion, Frames, Mode, OnError, Progress
 from sfumato.data.errors import DataError, DataWarning
 from sfumato.data.imageset import ImageSet, PublicFacts, image_digests
 from sfumato.data.labels import Classes, SeveralLabels
-from sfumato.data.load import Split, check_number, check_options
+from sfumato.data.load import Split, check_classes, check_number, check_options
 from sfumato.data.medical import ValueRange
+from sfumato.data.persons import encode_persons
 from sfumato.data.shards import Reading, Shard, find_shards, split_images
 
 FORMAT = "sfumato-manifest/1"
@@ -40,10 +41,20 @@ class ShardedImages:
 
     - entries: the shards, in the order of the manifest. outline: labels, classes, persons, and blank pixels.
     - executor: where the pixels are. alone: whether nothing else uses it, so that `close` closes it.
+    - seed: see `find_shards`. file: the manifest, if there is one.
     """
 
-    def __init__(self, entries: Sequence[Entry], outline: ImageSet, executor: Executor, alone: bool) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        outline: ImageSet,
+        executor: Executor,
+        alone: bool,
+        seed: int,
+        file: Path | None = None,
+    ) -> None:
         self.entries, self.outline, self.executor, self._alone = tuple(entries), outline, executor, alone
+        self._seed, self.file = seed, file
 
     def __len__(self) -> int:
         return len(self.outline)
@@ -75,6 +86,14 @@ class ShardedImages:
     def manifest(self) -> list[ManifestLine]:
         """Return the shards with their hashes. Private: it tells the number of images."""
         return [ManifestLine(entry.shard.name, entry.sha256 or "", entry.records) for entry in self.entries]
+
+    def save_manifest(self, path: Path) -> None:
+        """Write the manifest to a file that only this user can read."""
+        lines = [asdict(line) for line in self.manifest()]
+        content = {"format": FORMAT, "seed": f"{self._seed:032x}", "shards": lines}
+        with replacing(path, overwrite=False) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(content, indent=1))
 
     def contains(self, images: ImageSet) -> list[int]:
         """Return the indices of images that are also in this set, pixel for pixel."""
@@ -124,19 +143,25 @@ def open_shards(
     - source: a directory, glob (`scans/*.tar`) or pattern with braces (`w-{000..999}.tar`) of WebDataset or Parquet
       files, local or by URL (`s3://…`, `https://…`, through fsspec); or anything that `load_images` reads.
     - cluster: where to compute, default None: in this process; see `connect`.
-    - manifest: JSON file with the hash of each shard. If it exists, a shard that is missing, additional or changed is
-      refused; otherwise it is written.
+    - manifest: JSON file with the hash of each shard; private. If it exists, a shard that is missing, additional or
+      changed is refused; otherwise it is written. It may not be in the folder of a run.
     - workers: decoding threads of each worker.
     - others: see `load_images`.
     """
     conversion = Conversion(size, mode, frames, value_range)
     options = check_options(conversion, split, labels, on_error, classes, person, label_column, several_labels)
-    reading = Reading(options, conversion, workers)
-    shards = split_images(source) if isinstance(source, ImageSet) else find_shards(source, reading)
+    reading, file = Reading(options, conversion, workers), None if manifest is None else Path(manifest)
+    seed, lines = (secrets.randbits(128), None) if file is None or not file.exists() else _read_manifest(file)
+    shards = split_images(source, seed) if isinstance(source, ImageSet) else find_shards(source, reading, seed)
+    expected = None if file is None or lines is None else _match(file, lines, shards)
     executor = connect(cluster)
     own, alone = replace(reading, workers=workers or getattr(executor, "threads", None)), executor is not cluster
     try:
-        return _load(shards, own, on_error, executor, alone, manifest, source, progress)
+        entries, outline = _load(shards, own, on_error, executor, expected, source, progress)
+        images = ShardedImages(entries, outline, executor, alone, seed, file)
+        if file is not None and expected is None:
+            images.save_manifest(file)
+        return images
     except BaseException:
         if alone:
             executor.close()
@@ -148,12 +173,11 @@ def _load(
     reading: Reading,
     on_error: OnError,
     executor: Executor,
-    alone: bool,
-    manifest: str | Path | None,
+    expected: dict[str, ManifestLine] | None,
     source: Any,
     progress: Progress | None,
-) -> ShardedImages:
-    expected = None if manifest is None else _read_manifest(Path(manifest), shards)
+) -> tuple[list[Entry], ImageSet]:
+    """Decode all shards, check them, and return them with everything but their pixels."""
     owner = secrets.token_hex(16)
     entries = [
         Entry(owner, number, shard, reading, on_error, None if expected is None else expected[shard.name].sha256)
@@ -180,45 +204,54 @@ def _load(
     entries = [
         replace(entry, sha256=each.sha256, records=each.records) for entry, each in zip(entries, loaded, strict=True)
     ]
-    blank = torch.zeros(1, dtype=torch.uint8).expand(sum(each.records for each in loaded), *loaded[0].shape)
-    labels = [each.labels for each in loaded if each.labels is not None]
-    people = torch.cat(persons) if persons else None
-    if isinstance(source, ImageSet) and source.persons is not None:
-        people = source.persons
-    outline = ImageSet(blank, torch.cat(labels) if labels else None, loaded[0].classes, persons=people)
+    some = [each for each in loaded if each.records]
+    blank = torch.zeros(1, dtype=torch.uint8).expand(sum(each.records for each in some), *some[0].shape)
+    labels = [each.labels for each in some if each.labels is not None]
+    people = encode_persons(list(names))[torch.cat(persons)] if persons else None  # names as `load_images` reads them
+    outline = ImageSet(blank, torch.cat(labels) if labels else None, some[0].classes, persons=people)
     check_number(outline, source, warn=reading.options.split == "train")
+    check_classes(outline, source)
     if skipped := sum(each.skipped for each in loaded):
         warnings.warn(DataWarning(f"{skipped} files cannot be read and were left out"), stacklevel=3)
-    images = ShardedImages(entries, outline, executor, alone)
-    if manifest is not None and expected is None:
-        content = {"format": FORMAT, "shards": [asdict(line) for line in images.manifest()]}
-        with replacing(Path(manifest), overwrite=False) as partial:
-            partial.write_text(json.dumps(content, indent=1))
-    return images
+    return entries, outline
 
 
 def _check_alike(shards: Sequence[Shard], loaded: Sequence[Loaded]) -> None:
     """Raise unless all shards have one shape and the same classes, and no two have the same content."""
     seen: dict[str, str] = {}
+    first = next((each for each in loaded if each.records), None)
+    if first is None:
+        raise DataError("no image could be read")
     for shard, each in zip(shards, loaded, strict=True):
         if each.sha256 in seen:
             raise DataError(f"{shard.name} has the same content as {seen[each.sha256]}; a shard counts once")
         seen[each.sha256] = shard.name
-        if each.shape != loaded[0].shape:
+        if each.records and each.shape != first.shape:
             raise DataError(f"{shard.name} has images of another size or colour; pass size and mode (--size, --mode)")
-        if each.classes != loaded[0].classes:
+        if each.classes != first.classes:
             raise DataError(f"{shard.name} has other classes than {shards[0].name}; pass classes (--classes)")
 
 
-def _read_manifest(path: Path, shards: Sequence[Shard]) -> dict[str, ManifestLine] | None:
-    """Return the lines of a manifest by name, or None if there is no file yet."""
-    if not path.exists():
-        return None
+def check_apart(manifest: str | Path | None, folder: str | Path | None) -> None:
+    """Refuse a manifest in the folder of a run: it is private, and the folder is made to be shared."""
+    if manifest is not None and folder is not None and Path(manifest).resolve().is_relative_to(Path(folder).resolve()):
+        what = f"the manifest {manifest} would lie in {folder}, which is made to be shared"
+        raise DataError(f"{what}; it is private, because it tells the number of images. Choose another place")
+
+
+def _read_manifest(path: Path) -> tuple[int, list[ManifestLine]]:
+    """Return the seed and the lines of a manifest."""
     try:
         content = json.loads(path.read_text())
-        lines = [ManifestLine(**line) for line in content["shards"]] if content["format"] == FORMAT else []
-    except (ValueError, KeyError, TypeError) as error:
+        if content["format"] != FORMAT:
+            raise ValueError
+        return int(content["seed"], 16), [ManifestLine(**line) for line in content["shards"]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"{path} is not a manifest of shards") from error
+
+
+def _match(path: Path, lines: Sequence[ManifestLine], shards: Sequence[Shard]) -> dict[str, ManifestLine]:
+    """Return the lines of a manifest by name; raise unless they name these shards."""
     known = {line.name: line for line in lines}
     if len(known) < len(lines):
         raise DataError(f"{path} lists a shard twice; a shard counts once")

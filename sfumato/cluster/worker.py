@@ -213,13 +213,11 @@ class Worker:
     def _hold(self, entry: Entry) -> _Held:
         place = entry.owner, entry.number
         if place not in self._held:
-            decoded = decode_shard(entry.shard, entry.reading, entry.on_error, self._spool)
-            if entry.sha256 is not None and decoded.sha256 != entry.sha256:
-                raise MissingShard(f"the shard {entry.shard.name} was changed since it was first read")
+            decoded = decode_shard(entry.shard, entry.reading, entry.on_error, self._spool, entry.sha256)
             self._held[place] = _Held(decoded)
         held = self._held[place]
         if entry.sha256 is not None and held.decoded.sha256 != entry.sha256:
-            raise MissingShard(f"the shard {entry.shard.name} is not the one of the manifest")
+            raise MissingShard(entry.shard.name, "is not the one of the manifest")
         return held
 
     def _rows(self, steps: tuple[Step, ...], entry: Entry, held: _Held, device: torch.device) -> FileRows:
@@ -234,12 +232,15 @@ class Worker:
 
     def _records(self, rows: FileRows, entry: Entry, held: _Held, key: bytes, device: torch.device) -> ShardRecords:
         if entry.units is None or entry.weights is None or len(entry.units) != len(rows):
-            raise MissingShard(f"the shard {entry.shard.name} has another number of records than the manifest")
+            raise MissingShard(entry.shard.name, "has another number of records than the manifest")
         labels = held.decoded.labels
         return ShardRecords(rows, labels, entry.units, entry.weights, entry.groups, entry.number, key, device)
 
     def _safely(self, entry: Entry, compute: Callable[[], Any], loading: bool = False) -> Any:
-        """Return the result, or a `Failure`. Only messages of `MissingShard`, and of loading, leave the worker."""
+        """Return the result, or a `Failure`.
+
+        Messages leave the worker when it loads. After that, `MissingShard` names the shard, and no file in it.
+        """
         if not self._same_code:
             return Failure(
                 entry.number,
@@ -252,7 +253,7 @@ class Worker:
                 warnings.simplefilter("ignore")
                 return compute()
         except MissingShard as error:
-            return Failure(entry.number, "MissingShard", str(error))
+            return Failure(entry.number, "MissingShard", str(error) if loading else error.brief)
         except DataError as error:
             return Failure(entry.number, "DataError", str(error) if loading else None)
         except Exception as error:

@@ -163,9 +163,6 @@ def decode(
 
 def count_frames(listing: Listing, workers: int | None = None) -> Listing:
     """Count the images of each file, to read all of them. The images of a file belong to one person."""
-    if listing.persons is None:
-        how = "pass person= (--person): file, folder, regex:(…), dicom:PatientID or a column"
-        raise DataError(f"frames='all' (--frames all) reads several images of one person from a file; {how}")
     with closing(map_in_order(_counted, listing.items, workers)) as counted:
         items = list(counted)
     return replace(listing, items=items, count=sum(item.images for item in items))

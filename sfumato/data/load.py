@@ -128,7 +128,7 @@ def load_images(
         else:
             images = decode(found, conversion, on_error=on_error, workers=workers, progress=progress)
     check_number(images, source, warn=split == "train")
-    _check_classes(images, source)
+    check_classes(images, source)
     return images
 
 
@@ -168,7 +168,7 @@ def read_outline(
     blank = torch.zeros(1, dtype=torch.uint8).expand(int(counts.sum()), *shape)  # no memory
     images = ImageSet(blank, expanded, found.classes, persons=persons)
     check_number(images, source, warn=split == "train")
-    _check_classes(images, source)
+    check_classes(images, source)
     return images
 
 
@@ -209,6 +209,9 @@ def check_options(
             raise DataError(f"{name}={value!r}: expected {choices}")
     if limits is not None and not (len(limits) == 2 and -math.inf < limits[0] < limits[1] < math.inf):
         raise DataError(f"value_range={limits!r} (--range): expected two numbers, the lower one first")
+    if conversion.frames == "all" and person is None:
+        how = "pass person= (--person): file, folder, regex:(…), dicom:PatientID or a column"
+        raise DataError(f"frames='all' (--frames all) reads several images of one person from a file; {how}")
     if classes is not None and not labels:
         raise DataError("classes= (--classes) cannot be combined with labels=False (--unlabelled); pass only one")
     names = None if classes is None else class_names(classes)
@@ -233,7 +236,8 @@ def find_source(source: Any, options: ReadOptions, conversion: Conversion, worke
     return with_classes(found, options.classes, source)
 
 
-def _check_classes(images: ImageSet, source: Any) -> None:
+def check_classes(images: ImageSet, source: Any) -> None:
+    """Refuse labels of a single class."""
     if images.labelled and len(images.classes) == 1:
         raise DataError(f"{_name(source)} has only one class ({images.classes[0]}); {UNLABELLED_HINT}")
 

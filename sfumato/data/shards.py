@@ -2,6 +2,9 @@
 
 A shard is a WebDataset tar or a Parquet file (local, or by URL through `fsspec`), some files of a folder, or a part of
 a data set in memory. All of them are read once as bytes, hashed, and decoded from these very bytes.
+
+A source that is not made of shard files is divided into a fixed number of shards: each record's shard is an independent
+uniform draw from a secret seed. So one more record moves no other one to another shard (proof 9 of docs/proofs.md).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from sfumato.data.parallel import map_in_order
 from sfumato.data.storage import FileRows, Spool
 
 SUFFIXES = (".tar", ".parquet")
-RECORDS = 1000  # of a shard that is no file of its own
+SHARDS = 32  # of a source that is not made of shard files; a constant, so that it depends on no image
 WILD = re.compile(r"[*?\[]")
 
 
@@ -62,9 +65,23 @@ class Shard(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read(self, reading: Reading) -> tuple[Listing | ImageSet, str]:
-        """Return the encoded images and the SHA-256 of what they were read from."""
+    def read(self, reading: Reading, expected: str | None) -> tuple[Listing | ImageSet, str]:
+        """Return the encoded images and the SHA-256 of what they were read from.
+
+        - expected: SHA-256 of an earlier reading; other bytes raise `MissingShard` before they are parsed.
+        """
         ...
+
+
+class MissingShard(DataError):
+    """A shard is not there, cannot be read, or has other bytes; this does not depend on the images in it.
+
+    - name: of the shard. what: what is wrong. detail: for the person who holds the images, before the first release.
+    """
+
+    def __init__(self, name: str, what: str, detail: str = "") -> None:
+        self.brief = f"the shard {name} {what}"
+        super().__init__(self.brief + (f": {detail}" if detail else ""))
 
 
 @dataclass(frozen=True)
@@ -73,11 +90,12 @@ class FileShard:
 
     name: str
 
-    def read(self, reading: Reading) -> tuple[Listing, str]:
+    def read(self, reading: Reading, expected: str | None) -> tuple[Listing, str]:
         data = read_bytes(self.name)
+        sha256 = _checked(self.name, hashlib.sha256(data), expected)
         reader = list_webdataset if self.name.lower().endswith(".tar") else list_parquet
         found = reader([Content(self.name, data)], **reading.options.columns)
-        return with_classes(found, reading.options.classes, self.name), hashlib.sha256(data).hexdigest()
+        return with_classes(found, reading.options.classes, self.name), sha256
 
 
 @dataclass(frozen=True)
@@ -87,17 +105,17 @@ class ItemsShard:
     name: str
     listing: Listing
 
-    def read(self, reading: Reading) -> tuple[Listing, str]:  # noqa: ARG002
+    def read(self, reading: Reading, expected: str | None) -> tuple[Listing, str]:  # noqa: ARG002
         digest, items = hashlib.sha256(), []
         for item in self.listing.items:
             try:
                 with item.open() as file:
                     data = file.read()
             except OSError as error:
-                raise MissingShard(f"{item.name} of {self.name} cannot be read: {reason(error)}") from error
+                raise MissingShard(self.name, "cannot be read", f"{item.name}: {reason(error)}") from error
             digest.update(f"{item.name}\0{len(data)}\0".encode() + data)
             items.append(replace(item, open=partial(io.BytesIO, data)))
-        return replace(self.listing, items=items), digest.hexdigest()
+        return replace(self.listing, items=items), _checked(self.name, digest, expected)
 
 
 @dataclass(frozen=True)
@@ -107,12 +125,9 @@ class ArrayShard:
     name: str
     images: ImageSet
 
-    def read(self, reading: Reading) -> tuple[ImageSet, str]:  # noqa: ARG002
-        return self.images, hashlib.sha256(self.images.images.numpy().tobytes()).hexdigest()
-
-
-class MissingShard(DataError):
-    """A shard is not there, or cannot be read; this does not depend on the images in it."""
+    def read(self, reading: Reading, expected: str | None) -> tuple[ImageSet, str]:  # noqa: ARG002
+        digest = hashlib.sha256(f"{self.name}\0".encode() + self.images.images.numpy().tobytes())
+        return self.images, _checked(self.name, digest, expected)
 
 
 @dataclass(frozen=True)
@@ -127,8 +142,11 @@ class Decoded:
     skipped: int
 
 
-def find_shards(source: Any, reading: Reading) -> list[Shard]:
-    """Return the shards of a directory, a glob, WebDataset's braces, a URL, or anything that `load_images` reads."""
+def find_shards(source: Any, reading: Reading, seed: int) -> list[Shard]:
+    """Return the shards of a directory, a glob, WebDataset's braces, a URL, or anything that `load_images` reads.
+
+    - seed: 128 secret bits that divide a source which is not made of shard files.
+    """
     names = _file_names(str(source), reading.options.split) if isinstance(source, str | Path) else []
     if names:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -137,31 +155,49 @@ def find_shards(source: Any, reading: Reading) -> list[Shard]:
     found = find_source(source, reading.options, reading.conversion, reading.workers)
     where = str(source) if isinstance(source, str | Path) else "images"
     if isinstance(found, ImageSet):
-        return split_images(found, where)
+        return split_images(found, seed, where)
     items = list(found.items)
     shards: list[Shard] = []
-    for at in range(0, len(items), RECORDS):
-        part = slice(at, at + RECORDS)
+    for number, part in _divide(len(items), seed).items():
         labels, soft = (None if each is None else each[part] for each in (found.labels, found.soft_labels))
-        persons = None if found.persons is None else list(found.persons[part])
-        some = replace(
-            found, items=items[part], count=len(items[part]), labels=labels, persons=persons, soft_labels=soft
-        )
-        shards.append(ItemsShard(f"{where} [{at}]", some))
+        own = [items[index] for index in part]
+        persons = None if found.persons is None else [found.persons[index] for index in part]
+        some = replace(found, items=own, count=len(own), labels=labels, persons=persons, soft_labels=soft)
+        shards.append(ItemsShard(f"{where} [{number}]", some))
     return shards
 
 
-def split_images(images: ImageSet, name: str = "images") -> list[Shard]:
+def split_images(images: ImageSet, seed: int, name: str = "images") -> list[Shard]:
     """Return the shards of images in memory."""
-    return [
-        ArrayShard(f"{name} [{at}]", images.subset(range(at, min(at + RECORDS, len(images)))))
-        for at in range(0, len(images), RECORDS)
-    ]
+    parts = _divide(len(images), seed)
+    return [ArrayShard(f"{name} [{number}]", images.subset(part)) for number, part in parts.items()]
 
 
-def decode_shard(shard: Shard, reading: Reading, on_error: OnError, spool: Spool | None = None) -> Decoded:
-    """Read a shard and decode its images to a file (`spool`). Memory: the encoded shard and a few images."""
-    found, sha256 = shard.read(reading)
+def _divide(records: int, seed: int) -> dict[int, torch.Tensor]:
+    """Return the records of each shard that has some, by its number.
+
+    Guarantee: each record's number is an independent uniform draw from 0 to `SHARDS` - 1, whatever the other records.
+    """
+    number = torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).integers(SHARDS, size=records))
+    return {int(each): (number == each).nonzero()[:, 0] for each in number.unique()}
+
+
+def _checked(name: str, digest: Any, expected: str | None) -> str:
+    """Return the SHA-256 of a shard; raise if it is not the expected one."""
+    found: str = digest.hexdigest()
+    if expected is not None and found != expected:
+        raise MissingShard(name, "was changed since it was first read")
+    return found
+
+
+def decode_shard(
+    shard: Shard, reading: Reading, on_error: OnError, spool: Spool | None = None, expected: str | None = None
+) -> Decoded:
+    """Read a shard and decode its images to a file (`spool`). Memory: the encoded shard and a few images.
+
+    - expected: SHA-256 that the shard must have, default None: any.
+    """
+    found, sha256 = shard.read(reading, expected)
     conversion = reading.conversion
     if isinstance(found, ImageSet):
         wanted = [convert(to_pil_image(each), conversion.size, conversion.mode) for each in found.images.numpy()]
@@ -183,6 +219,8 @@ def decode_shard(shard: Shard, reading: Reading, on_error: OnError, spool: Spool
                     raise DataError(f"{shard.name}: {result}")
                 skipped += 1
                 continue
+            if len(result) > 1 and found.persons is None:
+                raise DataError(f"{name} of {shard.name} holds several images of one person; pass person (--person)")
             for image in result:
                 image = image if conversion.mode != "rgb" or len(image) == 3 else np.repeat(image, 3, 0)
                 pixels = pixels or FileRows(image.shape, np.uint8, spool)
@@ -190,9 +228,10 @@ def decode_shard(shard: Shard, reading: Reading, on_error: OnError, spool: Spool
                     raise DataError(f"{name} of {shard.name} has another size or colour; pass size and mode")
                 pixels.write(len(kept), image[None])
                 kept.append(index)
-    if pixels is None:
+    if pixels is None and isinstance(shard, FileShard):
         raise DataError(f"{shard.name} holds no image that can be read")
-    labels = None if found.labels is None else found.labels[torch.tensor(kept)]
+    pixels = pixels or FileRows((0,), np.uint8, spool)
+    labels = None if found.labels is None else found.labels[torch.tensor(kept, dtype=torch.int64)]
     persons = None if found.persons is None else [found.persons[index] for index in kept]
     return Decoded(sha256, pixels, labels, persons, tuple(found.classes), skipped)
 
@@ -206,7 +245,7 @@ def read_bytes(name: str) -> bytes:
             data: bytes = file.read()
             return data
     except Exception as error:  # file systems of fsspec raise many kinds
-        raise MissingShard(f"the shard {name} cannot be read: {reason(error)}") from error
+        raise MissingShard(name, "cannot be read", reason(error)) from error
 
 
 def _file_names(source: str, split: Split) -> list[str]:

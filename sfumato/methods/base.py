@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
-from sfumato.cluster import ClusterVault, ShardedImages, open_shards
+from sfumato.cluster import ClusterVault, ShardedImages, check_apart, open_shards
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
 from sfumato.data.pixels import to_bytes, to_unit_range
@@ -234,6 +234,8 @@ class Synthesizer(ABC):
         if not isinstance(images, ImageSet | ShardedImages):
             raise DataError(f"fit takes an ImageSet, not a {type(images).__name__}; read it with load_images first")
         usable_device(self.device)
+        if isinstance(images, ShardedImages):
+            check_apart(images.file, run_dir)
         if cluster is not None and isinstance(images, ImageSet):
             with open_shards(images, cluster=cluster) as shards:
                 return self.fit(

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "RECORDS", 13)
+    monkeypatch.setattr(shards_module, "SHARDS", 5)
 
 
 def people(digits: ImageSet, persons: torch.Tensor) -> ImageSet:

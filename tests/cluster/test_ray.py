@@ -20,7 +20,6 @@ from sfumato.cluster import connect, open_shards
 from sfumato.cluster.ray_cluster import warn_about_security
 from sfumato.cluster.worker import ShardError
 from sfumato.data import DataWarning, ImageSet
-from sfumato.data import shards as shards_module
 from sfumato.privacy.vault import RedactedError
 from tests.cluster.conftest import make_answers, vault_of
 
@@ -129,15 +128,14 @@ def test_an_open_cluster_gives_a_warning(tls: str, mode: str, words: str, monkey
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("workers", [1, 7])
 def test_one_and_seven_workers_give_the_same_bytes(
-    digits: ImageSet, cluster: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+    digits: ImageSet, cluster: Any, workers: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shards_module, "RECORDS", 6)
     ask = make_answers()
-    expected = ask(vault_of(open_shards(digits)))
+    expected = ask(vault_of(open_shards(digits, manifest=tmp_path / "manifest.json")))
     cluster.pids()
     more = connect("local", workers=workers)
     try:
-        found = ask(vault_of(open_shards(digits, cluster=more)))
+        found = ask(vault_of(open_shards(digits, cluster=more, manifest=tmp_path / "manifest.json")))
     finally:
         more.close()
     for one, other in zip(expected, found, strict=True):
