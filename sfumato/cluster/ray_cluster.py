@@ -2,8 +2,8 @@
 
 Shard n belongs to worker n modulo their number, so that its pixels stay where they were decoded. A worker that was
 killed is started again, reads its shards again and checks their hashes; the calls that it had not answered are
-repeated. Ray's own messages are not shown. A local cluster writes no object to disk, and requires a random token of
-whoever connects to its ports.
+repeated. Ray's own messages are not shown. A local cluster keeps its objects in shared memory, writes none to disk, and
+requires a random token of whoever connects to its ports. A Ray that other code has started is not used.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from sfumato.cluster.travelling import pack
+from torch import Tensor
+
+from sfumato.cluster.travelling import pack, versions
 from sfumato.cluster.worker import (
     Entry,
     Failure,
@@ -45,6 +49,9 @@ QUIET = {
     "RAY_task_events_report_interval_ms": "0",  # nothing about tasks is kept for dashboards
 }
 STORE_BYTES = 256 << 20  # object store of a local cluster: queries and sums, no images from files
+SHARED_MEMORY = Path("/dev/shm")
+TOKEN = secrets.token_hex(32)  # of local clusters that this process starts
+_started: set[str] = set()  # address of the Ray that this process has started or joined here
 
 
 class RayCluster:
@@ -58,10 +65,14 @@ class RayCluster:
     def __init__(self, address: str = "local", workers: int | None = None, store: int = STORE_BYTES) -> None:
         self._ray = _import_ray(address)
         self._entries: dict[tuple[str, int], Any] = {}
-        self._packed: dict[int, tuple[Any, bytes]] = {}
+        self._packed: dict[int, tuple[Any, list[Tensor], list[int], bytes]] = {}
+        self._steps: dict[str, bytes] = {}
         self._started = not self._ray.is_initialized()
         if self._started:
             self._start(address, workers, store)
+        elif address not in _started:
+            what = f"Ray is already initialised in this process, not by sfumato for {address!r}"
+            raise DataError(f"{what}: private images could travel to other machines. Call ray.shutdown() first")
         resources = self._ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), max(1, int(resources.get("CPU", 1)))
         number = workers or gpus or cpus
@@ -107,7 +118,7 @@ class RayCluster:
 
     def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         with _in_words(withheld=False):
-            packed = self._ray.put(pack(function))
+            packed = self._ray.put(pack(function)[0])
             waiting = [
                 self._actors[number % len(self._actors)].compute.remote(packed, *call)
                 for number, call in enumerate(calls)
@@ -127,13 +138,16 @@ class RayCluster:
                 self._ray.kill(actor, no_restart=True)
         self._entries.clear()
         self._packed.clear()
+        self._steps.clear()
         if self._started and self._ray.is_initialized():
             self._ray.shutdown()
+            _started.clear()
 
     def _start(self, address: str, workers: int | None, store: int) -> None:
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if address == "local":
+            check_shared_memory(store)
             options |= {
                 "address": "local",
                 "num_cpus": workers or usable_cores(),
@@ -147,6 +161,7 @@ class RayCluster:
         try:
             with warnings.catch_warnings(action="ignore"):
                 self._ray.init(**options)
+            _started.add(address)
         except Exception as error:
             raise DataError(f"the cluster {address} cannot be reached or started: {reason(error)}") from None
 
@@ -169,16 +184,21 @@ class RayCluster:
         return known[1]
 
     def _pack(self, function: Any) -> Any:
-        """Return a pickled function or graph; the same object is pickled once."""
+        """Return a pickled function or graph; the same object is pickled once, until one of its tensors changes."""
         known = self._packed.get(id(function))
-        if known is None or known[0] is not function:
+        if known is None or known[0] is not function or known[2] != versions(known[1]):
             if len(self._packed) > 16:
                 self._packed.clear()
-            known = self._packed[id(function)] = function, pack(function)
-        return known[1]
+            packed, tensors = pack(function)
+            known = self._packed[id(function)] = function, tensors, versions(tensors), packed
+        return known[3]
 
     def _pack_steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        return tuple(replace(step, graph=self._pack(step.graph)) for step in steps)
+        """Return maps with pickled graphs, as they were when they were first applied: a restart repeats them."""
+        for step in steps:
+            if step.identity not in self._steps:
+                self._steps[step.identity] = pack(step.graph)[0]
+        return tuple(replace(step, graph=self._steps[step.identity]) for step in steps)
 
 
 class _Actor(Worker):
@@ -201,9 +221,18 @@ class _Actor(Worker):
         return tuple(replace(step, graph=self.unpack(step.graph)) for step in steps)
 
 
+def check_shared_memory(store: int) -> None:
+    """Raise if the object store does not fit into shared memory: Ray would silently put it on disk."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None
+    if free is not None and free < store:
+        what = f"{SHARED_MEMORY} has {free >> 20} MiB free, and a local cluster needs {store >> 20} MiB"
+        raise DataError(f"{what}: Ray would write exact sums to disk. In a container, pass --shm-size=1g to docker run")
+
+
 def warn_about_security(address: str) -> None:
     """Warn where private sums would travel without encryption or authentication."""
     tls, token = os.environ.get("RAY_USE_TLS", "0") == "1", os.environ.get("RAY_AUTH_MODE", "") == "token"
+    token = token and os.environ.get("RAY_AUTH_TOKEN") != TOKEN  # that one is of local clusters
     if not tls or not token:
         missing = " and ".join(["TLS (RAY_USE_TLS=1)"] * (not tls) + ["a token (RAY_AUTH_MODE=token)"] * (not token))
         what = f"the cluster {address} is used without {missing}: whoever reaches its network can read private images"
@@ -237,7 +266,10 @@ def _import_ray(address: str) -> Any:
     if "ray" not in sys.modules:
         os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
         if address == "local" and "RAY_AUTH_MODE" not in os.environ:
-            os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+            os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN})
+    elif address == "local" and "RAY_AUTH_MODE" not in os.environ:
+        what = "ray was imported before, so that the local cluster requires no token of whoever connects to its ports"
+        warnings.warn(DataWarning(f"{what}. Set RAY_AUTH_MODE=token, or import ray later"), stacklevel=5)
     try:
         with warnings.catch_warnings(action="ignore"):
             import ray

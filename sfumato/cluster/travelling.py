@@ -6,10 +6,12 @@ PyTorch's own pickle of a graph traces it again on arrival; here, the code that 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 SPECIFICATIONS = "_in_spec", "_out_spec"  # how nested arguments and results are flattened
@@ -30,9 +32,10 @@ class TravelledGraph:
         return self._forward(self._constants, *inputs)
 
 
-def pack(function: Any) -> bytes:
-    """Return a pickled function, in which graphs are replaced by their source and constants."""
+def pack(function: Any) -> tuple[bytes, list[Tensor]]:
+    """Return a pickled function, in which graphs are replaced by their source and constants, and these constants."""
     pickler: Any = import_module("ray.cloudpickle").CloudPickler
+    tensors: list[Tensor] = []
 
     class Pickler(pickler):  # type: ignore[misc]
         def reducer_override(self, item: Any) -> Any:
@@ -41,8 +44,15 @@ def pack(function: Any) -> bytes:
             code = item.graph.python_code("self")
             constants = {str(node.target) for node in item.graph.nodes if node.op == "get_attr"}
             constants |= {name for name in SPECIFICATIONS if hasattr(item, name)}
-            return TravelledGraph, (code.src, code.globals, {name: getattr(item, name) for name in constants})
+            held = {name: getattr(item, name) for name in constants}
+            tensors.extend(each for each in held.values() if isinstance(each, Tensor))
+            return TravelledGraph, (code.src, code.globals, held)
 
     target = io.BytesIO()
     Pickler(target).dump(function)
-    return target.getvalue()
+    return target.getvalue(), tensors
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor was written to in place."""
+    return [each._version for each in tensors]

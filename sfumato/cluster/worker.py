@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import platform
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,7 +132,7 @@ class _Held:
 
 
 class Worker:
-    """Reads shards and sums over them.
+    """Reads shards and sums over them, one call at a time: the rows of two calls may not mix in the file.
 
     - code: digest of the driver's program (`code_digest`); a worker with another program fails.
     """
@@ -139,6 +141,7 @@ class Worker:
         self._held: dict[tuple[str, int], _Held] = {}
         self._spool = Spool()
         self._unpacked: dict[str, Any] = {}
+        self._lock = threading.RLock()
         self._same_code = code is None or code == code_digest()
 
     def load(self, entry: Entry) -> Loaded | Failure:
@@ -158,7 +161,7 @@ class Worker:
         """Return the exact sum of a query over a shard."""
 
         def total() -> Partial:
-            held, device = self._hold(entry), torch.device(task.device)
+            held, device = self._hold(entry), _usable(entry, task.device)
             rows = self._rows(task.steps, entry, held, device)
             records = self._records(rows, entry, held, task.key, device)
             shared = [each.to(device) for each in task.shared]
@@ -177,7 +180,7 @@ class Worker:
 
         def apply() -> Partial:
             held = self._hold(entry)
-            self._rows(tuple(task), entry, held, torch.device(device))
+            self._rows(tuple(task), entry, held, _usable(entry, device))
             return Partial(task[-1].identity, entry.number, held.decoded.sha256, torch.zeros(0))
 
         partial: Partial | Failure = self._safely(entry, apply)
@@ -196,10 +199,11 @@ class Worker:
 
     def forget(self, owner: str) -> None:
         """Delete the pixels and rows of an image set; their space on disk is free when no set is left."""
-        self._held = {place: held for place, held in self._held.items() if place[0] != owner}
-        if not self._held:
-            self._unpacked.clear()
-            self._spool = Spool()
+        with self._lock:
+            self._held = {place: held for place, held in self._held.items() if place[0] != owner}
+            if not self._held:
+                self._unpacked.clear()
+                self._spool = Spool()
 
     def unpack(self, packed: bytes) -> Any:
         """Return an unpickled object; the same bytes are unpickled once."""
@@ -245,12 +249,16 @@ class Worker:
             return Failure(
                 entry.number,
                 "OtherProgram",
-                "a worker has another version of sfumato, torch, numpy or Pillow than the driver",
+                "a worker has another version of sfumato, Python, torch, numpy or Pillow than the driver",
             )
         try:
             flags = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
-            with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, **flags), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with (  # as in `Vault`
+                self._lock,
+                torch.no_grad(),
+                torch.backends.cudnn.flags(enabled=True, **flags),
+                warnings.catch_warnings(action="ignore"),
+            ):
                 return compute()
         except MissingShard as error:
             return Failure(entry.number, "MissingShard", str(error) if loading else error.brief)
@@ -260,12 +268,20 @@ class Worker:
             return Failure(entry.number, type(error).__name__)
 
 
+def _usable(entry: Entry, device: str) -> torch.device:
+    """Return a device; raise if this machine does not have it, which does not depend on an image."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MissingShard(entry.shard.name, "is on a worker without a GPU, but the driver computes on one")
+    return torch.device(device)
+
+
 @cache
 def code_digest() -> str:
     """Return a digest of the program that the guarantee of a cluster run rests on."""
     root = Path(sfumato.data.__file__).parents[1]
     files = sorted(path for folder in ("privacy", "cluster", "data") for path in (root / folder).glob("*.py"))
-    whole = hashlib.sha256(f"{torch.__version__} {numpy.__version__} {PIL.__version__}".encode())
+    versions = platform.python_version(), torch.__version__, numpy.__version__, PIL.__version__
+    whole = hashlib.sha256(repr(versions).encode())
     for path in files:
         whole.update(path.read_bytes())
     return whole.hexdigest()

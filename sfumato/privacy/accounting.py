@@ -19,6 +19,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import dp_accounting
@@ -84,7 +85,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Plan:
-    """Calibrated releases and their budget. Guarantee: it can only be constructed if they are within the budget."""
+    """Calibrated releases and their budget. Guarantee: constructed only if their composition is within it."""
 
     releases: tuple[Release, ...]
     budget: Budget
@@ -96,10 +97,8 @@ class Plan:
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"release names must differ; {repeated[0]!r} occurs {names[repeated[0]]} times")
         object.__setattr__(self, "bounds", bounds(self.releases, self.budget.delta, self.budget.adjacency))
-        if not self.epsilon <= self.budget.epsilon:
-            raise BudgetExceeded(
-                f"the planned releases need epsilon {self.epsilon:.4g}, the budget is {self.budget.epsilon:g}"
-            )
+        if not (need := self.epsilon) <= self.budget.epsilon:
+            raise BudgetExceeded(f"the planned releases need epsilon {need:.4g}, the budget is {self.budget.epsilon:g}")
 
     @property
     def epsilon(self) -> float:
@@ -112,13 +111,12 @@ class Plan:
 def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "add-remove") -> dict[str, float | None]:
     """Return the epsilon of each accountant for these releases; None where one does not apply.
 
-    Guarantee: upper bounds at `delta` for the adaptive composition, with parameters that do not depend on results.
+    Guarantee: each number is an upper bound on epsilon at `delta` for the adaptive composition of the releases, whose
+    parameters do not depend on their results.
     """
     found: dict[str, float | None] = {"exact": None, "rdp": None, "pld": None}
-    if not releases:
-        return {**found, "exact": 0.0}
-    if any(release.noise == 0 for release in releases):
-        return {**found, "exact": math.inf}
+    if not releases or any(release.noise == 0 for release in releases):
+        return {**found, "exact": math.inf if releases else 0.0}
     full, sampled = merge_gaussians(releases, adjacency)
     with suppress_library_warnings():
         if not sampled:
@@ -164,8 +162,7 @@ def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
     """
     both = dp_accounting.NeighboringRelation
     relation, sensitivity = (both.REPLACE_ONE, 2.0) if adjacency == "replace-one" else (both.ADD_OR_REMOVE_ONE, 1.0)
-    variance = 1 / full**2
-    count = int(math.isfinite(full))
+    variance, count = 1 / full**2, int(math.isfinite(full))
     max_loss = 10 / full + 0.5 / full**2 if sampled else 0.0
     for q, z, times in sampled:
         variance += times * sensitivity**2 * min(q**2 * math.expm1(min(1 / z**2, 600.0)), 1 / z**2)
@@ -173,23 +170,22 @@ def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
         max_loss = max(max_loss, sensitivity * math.log1p(q * math.expm1(min(10 / z + 0.5 / z**2, 600.0))))
     interval = max(math.sqrt(6 * GRID_ERROR * variance / count), max_loss / GRID_POINTS)
 
-    total = pld.privacy_loss_distribution.identity(interval)
+    total, make = (
+        pld.privacy_loss_distribution.identity(interval),
+        pld.privacy_loss_distribution.from_gaussian_mechanism,
+    )
     if math.isfinite(full):  # `full` includes the sensitivity
-        total = total.compose(
-            pld.privacy_loss_distribution.from_gaussian_mechanism(full, value_discretization_interval=interval)
-        )
+        total = total.compose(make(full, value_discretization_interval=interval))
     for q, z, times in sampled:
-        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
-            z,
-            value_discretization_interval=interval,
-            sampling_prob=q,
-            neighboring_relation=relation,
-        )
+        one = make(z, value_discretization_interval=interval, sampling_prob=q, neighboring_relation=relation)
         total = total.compose(one.self_compose(times))
     return float(total.get_epsilon_for_delta(max(delta - 1e-14 - 1e-16 * count, 0.0)))
 
 
-def suppress_library_warnings() -> warnings.catch_warnings[None]:
+def suppress_library_warnings() -> ExitStack:
     """Hide warnings of `dp_accounting` about RDP orders that it skips; a bound without them is still valid."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return warnings.catch_warnings(action="ignore")
+    stack, logger = ExitStack(), logging.getLogger("absl")
+    stack.enter_context(warnings.catch_warnings(action="ignore"))
+    stack.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.ERROR)
+    return stack

@@ -36,7 +36,8 @@ def digest(content: Any) -> str:
 class Ledger:
     """Append-only record of charges; in memory if `path` is None. Waits `wait` seconds for a process that holds it.
 
-    Guarantee: appended lines are on disk; nobody else can append; opening raises `LedgerError` if lines were changed.
+    Guarantee: when `append` returns, the line is on disk. Nobody else can append while this object is open. Opening
+    raises `LedgerError` if lines were changed, reordered or removed by hand.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, wait: float = 0.0) -> None:

@@ -13,6 +13,7 @@ def poisson_sample(units: int, probability: float) -> Tensor:
     """Return the indices of a fresh Poisson sample of units, ascending; it may be empty.
 
     Guarantee: each unit is included independently with `probability`, exact to 2^-53, which `accounting` charges for.
+    Nothing outside this call can influence or repeat the draw.
     """
     if not 0 < probability <= 1:
         raise ValueError(f"sampling probability must lie in (0, 1], got {probability}")

@@ -55,8 +55,8 @@ class Vault(Records):
     - max_per_person: public limit on the images used per person, default 1000.
     - device, performance: where and how to compute (`engine.Performance`, which cannot access noise or budget).
 
-    Guarantee: every result, except of `unprotected`, is the Gaussian mechanism on a Poisson sample with the noise and
-    probability of its ledger line. The composition of all lines is within the plan's budget.
+    Guarantee: every result, except of `unprotected`, is the Gaussian mechanism on a Poisson sample with the noise
+    multiplier and probability of its ledger line. The composition of all lines is within the plan's budget.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Vault(Records):
         - release, bound: name in the plan; L2 clipping norm of a row.
         - constants: tensor arguments of `feature` that may change between calls without a new trace.
 
-        Guarantee: one unit moves the exact sum by at most `bound`, plus the margin for changed slots. The noise is the
-        planned multiplier times this sensitivity, which is the charged event.
+        Guarantee: adding or removing one unit moves the exact sum by at most `bound` plus the margin for changed slots.
+        The noise is the planned multiplier times this sensitivity, which is the charged event.
         """
         planned = self._planned(release)
         if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a gradient
@@ -143,8 +143,9 @@ class Vault(Records):
         - shared: tensors by name; with `by_class` stacked, [classes, ...]: a record uses, and adds to, its class alone.
         - groups: clipping norms and the pieces that they apply to.
 
-        Guarantee: one unit moves the exact sum by at most the root of the sum of squared clipping norms, plus margins
-        for changed slots and float32 sums. All entries get the planned multiple of that as noise: the charged event.
+        Guarantee: adding or removing one unit moves the exact sum by at most the root of the sum of squared clipping
+        norms, plus margins for changed batch slots and float32 sums. Noise of the planned multiplier times this
+        sensitivity is added to all entries, which is the charged event.
         """
         planned, perf = self._planned(release), performance or self._performance
         groups = [(float(bound), tuple(indices)) for bound, indices in groups]  # copies, which the caller cannot change
@@ -246,8 +247,9 @@ class Vault(Records):
                 rows.masked_fill_(torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > row_norm, 0)
             return rows.sum(0, keepdim=True) if groups == 1 else nn.functional.one_hot(labels, groups).double().T @ rows
 
-        sensitivity = row_norm * (1 + self._margin) + (self._passes * self._cap * math.sqrt(width) if secure else 0.0)
-        return Query(run, groups, width, sensitivity, grid_step, perf and perf.accelerate(run))
+        moved = row_norm * self._margin + (self._passes * self._cap * math.sqrt(width) if secure else 0.0)
+        moved *= math.sqrt(2) if release.shift(self.plan.budget.adjacency) == math.sqrt(2) else 1  # replaced: proof 4
+        return Query(run, groups, width, row_norm + moved, grid_step, perf and perf.accelerate(run))
 
     def _vector_query(
         self, function: Any, shared: Any, groups: Groups, perf: Any, lanes: int, labelled: bool, normals: Any, size: int

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,12 @@ import sfumato as sf
 from sfumato.cluster import ClusterVault, open_shards
 from sfumato.cluster.executors import InProcess
 from sfumato.cluster.shard_records import ShardRecords, keyed_generator, keyed_uniforms
-from sfumato.cluster.worker import Entry, Partial, ShardError, Task, Worker
+from sfumato.cluster.worker import Entry, Partial, ShardError, Task, Worker, code_digest
 from sfumato.data import ImageSet
 from sfumato.data import shards as shards_module
 from sfumato.engine import GradientVault
 from sfumato.privacy import Budget, Plan, Release
-from sfumato.privacy.vault import RedactedError
+from sfumato.privacy.vault import RedactedError, Vault
 from sfumato.testing import check_unit_variance
 from tests.cluster.conftest import RELEASES, make_answers, pixels, vault_of
 
@@ -224,8 +227,65 @@ def test_an_error_on_an_image_voids_the_run_and_is_withheld(digits: ImageSet, mo
 def test_a_worker_with_another_program_is_refused(digits: ImageSet) -> None:
     images = open_shards(digits)
     images.executor._worker = Worker("another digest")  # type: ignore[attr-defined]
-    with pytest.raises(ShardError, match="another version of sfumato, torch"):
+    with pytest.raises(ShardError, match="another version of sfumato, Python, torch"):
         vault_of(images).counts()
+
+
+@pytest.mark.parametrize("version", ["numpy.__version__", "PIL.__version__", "torch.__version__", "platform"])
+def test_the_program_includes_its_libraries(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another NumPy may draw other numbers from the same key, and another Pillow may skip other files."""
+    before = code_digest.__wrapped__()
+    assert code_digest.__wrapped__() == before
+    if version == "platform":
+        monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
+    else:
+        monkeypatch.setattr(version, "0.0")
+    assert code_digest.__wrapped__() != before
+
+
+def test_a_worker_computes_under_the_flags_of_the_vault(digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+    original = ShardRecords._pixels
+
+    def look(self: ShardRecords, index: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
+        return original(self, index)
+
+    vault = vault_of(open_shards(digits))
+    monkeypatch.setattr(ShardRecords, "_pixels", look)
+    monkeypatch.setattr(Vault, "_void_on_failure", lambda _, compute: compute())  # as on a worker of a cluster
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False):
+        vault.counts()
+    assert set(seen) == {(True, False)}
+
+
+def test_two_maps_at_once_do_not_mix_rows(digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most = threading.Semaphore(2), [0]
+    original = ShardRecords.map_to_file
+
+    def watch(self: ShardRecords, *args: Any) -> Any:
+        inside.acquire()
+        time.sleep(0.01)  # time for the other thread to enter
+        most[0] = max(most[0], 2 - inside._value)
+        inside.release()
+        return original(self, *args)
+
+    vault = vault_of(open_shards(digits))
+    monkeypatch.setattr(ShardRecords, "map_to_file", watch)
+    with ThreadPoolExecutor(2) as pool:
+        mapped = list(pool.map(vault.map, [pixels, torch.square]))
+    assert most == [1]
+    sums = [each.sum(lambda rows: rows.flatten(1), release="sampled", bound=1e9) for each in mapped]
+    assert [len(each) for each in sums] == [64, 64]
+
+
+def test_a_worker_without_a_gpu_stops_the_run_in_words(digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    vault = vault_of(open_shards(digits))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sfumato.cluster.cluster_vault.Task", lambda *args: Task(*args[:8], "cuda", *args[9:]))
+    with pytest.raises(ShardError, match="is on a worker without a GPU"):
+        vault.counts()
+    assert vault.ledger.void is None
 
 
 def test_raw_images_are_not_handed_out(digits: ImageSet) -> None:

@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import sfumato
-from sfumato.cluster import connect, open_shards
+from sfumato.cluster import ClusterVault, connect, open_shards, ray_cluster
 from sfumato.cluster.ray_cluster import warn_about_security
 from sfumato.cluster.worker import ShardError
-from sfumato.data import DataWarning, ImageSet
+from sfumato.data import DataError, DataWarning, ImageSet
 from sfumato.privacy.vault import RedactedError
 from tests.cluster.conftest import make_answers, vault_of
 
@@ -106,6 +107,41 @@ def test_a_shard_that_is_gone_stops_the_run_in_words(shards: Path, cluster: Any)
         vault.counts()
 
 
+def test_a_ray_of_other_code_is_not_used(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster._ray.is_initialized()
+    monkeypatch.setattr(ray_cluster, "_started", set())  # as if other code had called ray.init
+    for address in ("local", "auto"):
+        with pytest.raises(DataError, match=r"already initialised in this process.*Call ray\.shutdown"):
+            connect(address)
+
+
+def test_a_small_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would put its object store on disk, and say so in a warning that is not shown."""
+    monkeypatch.setattr(ray_cluster.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(ray_cluster, "SHARED_MEMORY", Path("/"))
+    with pytest.raises(DataError, match=r"has 64 MiB free, and a local cluster needs 256 MiB.*--shm-size"):
+        ray_cluster.check_shared_memory(256 << 20)
+    ray_cluster.check_shared_memory(64 << 20)
+
+
+def test_weights_that_change_in_place_travel_again(digits: ImageSet, cluster: Any) -> None:
+    vault, weight = vault_of(open_shards(digits, cluster=cluster)), torch.ones(64)
+    mapped = vault.map(lambda images: images.flatten(1) * 0 + weight)
+
+    def feature(images: torch.Tensor) -> torch.Tensor:
+        return (images.flatten(1) * 0 + weight)[:, :1]
+
+    def ask(which: ClusterVault) -> float:  # a sample may be empty
+        return max(round(float(which.sum(feature, release="sampled", bound=100.0)), 3) for _ in range(2)) / 18
+
+    assert 0 < ask(vault) < 3
+    weight.fill_(50.0)
+    assert ask(vault) > 10
+    cluster._ray.get([actor.forget.remote(vault._entries[0].owner) for actor in cluster._actors])
+    again = mapped.sum(lambda rows: rows[:, :1], release="sum", bound=100.0)
+    assert float(again) == pytest.approx(60, abs=1e-3)  # a map that is repeated is the map that was applied
+
+
 @pytest.mark.parametrize(
     ("tls", "mode", "words"),
     [
@@ -118,10 +154,18 @@ def test_a_shard_that_is_gone_stops_the_run_in_words(shards: Path, cluster: Any)
 def test_an_open_cluster_gives_a_warning(tls: str, mode: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", tls)
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     if not words:
         return warn_about_security("ray://head:10001")
     with pytest.warns(DataWarning, match=words):
         warn_about_security("ray://head:10001")
+
+
+def test_the_token_of_a_local_cluster_is_not_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RAY_USE_TLS", "1"), ("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", ray_cluster.TOKEN)):
+        monkeypatch.setenv(name, value)
+    with pytest.warns(DataWarning, match="without a token"):
+        warn_about_security("auto")
 
 
 @pytest.mark.slow
