@@ -53,7 +53,7 @@ class ClusterVault(GradientVault):
         begin, self._entries = 0, list[Entry]()
         for entry in records.entries:
             part = slice(begin, begin := begin + entry.records)
-            if not entry.records:  # all its files were skipped
+            if not entry.records:  # by chance, or all its files were skipped
                 continue
             own = None if groups is None else groups[part].clone()
             self._entries.append(replace(entry, units=units[part].clone(), weights=weights[part].clone(), groups=own))

@@ -194,7 +194,8 @@ def _load(
         while len(loaded) in found:  # persons are numbered in the order of the manifest, whichever shard comes first
             each = found.pop(len(loaded))
             if each.persons is not None:
-                persons.append(torch.tensor([names.setdefault(name, len(names)) for name in each.persons]))
+                own = [names.setdefault(name, len(names)) for name in each.persons]
+                persons.append(torch.tensor(own, dtype=torch.int64))
             loaded.append(replace(each, persons=None))
         if progress is not None:
             progress(len(loaded), len(entries))

@@ -106,7 +106,7 @@ class ItemsShard:
     listing: Listing
 
     def read(self, reading: Reading, expected: str | None) -> tuple[Listing, str]:  # noqa: ARG002
-        digest, items = hashlib.sha256(), []
+        digest, items = hashlib.sha256(f"{self.name}\0".encode()), []
         for item in self.listing.items:
             try:
                 with item.open() as file:
@@ -158,7 +158,7 @@ def find_shards(source: Any, reading: Reading, seed: int) -> list[Shard]:
         return split_images(found, seed, where)
     items = list(found.items)
     shards: list[Shard] = []
-    for number, part in _divide(len(items), seed).items():
+    for number, part in enumerate(_divide(len(items), seed)):
         labels, soft = (None if each is None else each[part] for each in (found.labels, found.soft_labels))
         own = [items[index] for index in part]
         persons = None if found.persons is None else [found.persons[index] for index in part]
@@ -169,17 +169,22 @@ def find_shards(source: Any, reading: Reading, seed: int) -> list[Shard]:
 
 def split_images(images: ImageSet, seed: int, name: str = "images") -> list[Shard]:
     """Return the shards of images in memory."""
-    parts = _divide(len(images), seed)
-    return [ArrayShard(f"{name} [{number}]", images.subset(part)) for number, part in parts.items()]
+    nothing = Listing([], 0, None if images.labels is None else images.labels[:0], images.classes)
+    nothing = nothing if images.persons is None else replace(nothing, persons=[])
+    shards: list[Shard] = []
+    for number, part in enumerate(_divide(len(images), seed)):
+        own = f"{name} [{number}]"
+        shards.append(ArrayShard(own, images.subset(part)) if len(part) else ItemsShard(own, nothing))
+    return shards
 
 
-def _divide(records: int, seed: int) -> dict[int, torch.Tensor]:
-    """Return the records of each shard that has some, by its number.
+def _divide(records: int, seed: int) -> list[torch.Tensor]:
+    """Return the records of each shard, which may have none.
 
     Guarantee: each record's number is an independent uniform draw from 0 to `SHARDS` - 1, whatever the other records.
     """
     number = torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).integers(SHARDS, size=records))
-    return {int(each): (number == each).nonzero()[:, 0] for each in number.unique()}
+    return [(number == each).nonzero()[:, 0] for each in range(SHARDS)]
 
 
 def _checked(name: str, digest: Any, expected: str | None) -> str:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.
 def whole(images: ShardedImages) -> torch.Tensor:
     """Return all pixels of an image set in this process, in the order of the manifest."""
     held = images.executor._worker._held  # type: ignore[attr-defined]
-    parts = [held[entry.owner, entry.number].decoded.pixels for entry in images.entries]
+    parts = [held[entry.owner, entry.number].decoded.pixels for entry in images.entries if entry.records]
     return torch.cat([part[torch.arange(len(part))] for part in parts])
 
 
@@ -246,7 +246,7 @@ def test_a_source_without_shard_files_is_divided_at_random(digits: ImageSet, mon
 
     def numbers(records: int, seed: int) -> torch.Tensor:
         found = torch.full((records,), -1)
-        for number, part in shards_module._divide(records, seed).items():
+        for number, part in enumerate(shards_module._divide(records, seed)):
             found[part] = number
         return found
 
@@ -257,8 +257,15 @@ def test_a_source_without_shard_files_is_divided_at_random(digits: ImageSet, mon
             assert float(((counts - 100.0) ** 2 / 100).sum()) < 60  # chi-squared with 15 degrees of freedom
     assert torch.equal(numbers(301, 7)[:300], numbers(300, 7))
     assert not torch.equal(numbers(300, 7), numbers(300, 8))
-    names = {shard.name for shard in split_images(digits, 7)}
-    assert names == {f"images [{number}]" for number in range(4)}
+    for some in (digits, digits.subset([0, 1])):  # as many shards, whatever the images
+        assert [shard.name for shard in split_images(some, 7)] == [f"images [{number}]" for number in range(4)]
+    persons = torch.tensor([4, 4, 9])
+    few = open_shards(ImageSet(digits.images[:3], digits.labels[:3], digits.classes, persons=persons))  # type: ignore[index]
+    assert few.persons is not None
+    assert sorted(torch.bincount(few.persons).tolist()) == [1, 2]
+    assert len({line.sha256 for line in few.manifest()}) == 4
+    mapped = vault_of(few, "person").map(pixels)
+    assert float(mapped.sum(lambda rows: rows[:, :1] * 0 + 1, release="sum", bound=1.0)) == pytest.approx(2, abs=1e-3)
 
 
 def test_a_divided_source_is_found_again_by_its_manifest(digits: ImageSet, tmp_path: Path) -> None:
