@@ -250,6 +250,21 @@ def speed_parts() -> str:
     return f"{markdown(['part', 'device', 'times as fast'], rows)}\n\n{note}`python -m benchmarks speed-scattering`, …"
 
 
+def cluster() -> str:
+    tables = {f"speed-{name}": table(f"speed-{name}") for name in ("cluster", "streaming", "neighbour")}
+    rows = []
+    for found in tables.values():
+        for row in found["rows"]:
+            device = row.get("device", found["device"])
+            words = ", ".join(f"{what.replace('_', ' ')} {value:g}" for what, value in row["measured"].items())
+            rows.append([row["job"], device, words])
+    note = "Times in seconds, on a shared machine: upper bounds. Ratios within one run: speed relative to "
+    note += "this process (last row: two workers to one); memory relative to 100,000 images; time of a query from the "
+    note += "shards again to that from kept rows; time relative to one thread beside a busy program. "
+    files = ", ".join(f"`python -m benchmarks {name}` → [`{name}.json`](results:{name}.json)" for name in tables)
+    return f"{markdown(['', 'device', 'measured'], rows)}\n\n{note}{files}."
+
+
 def speed_versions() -> str:
     found, versions, body = table("speed-versions"), ("before", "after"), []
     plain: dict[tuple[str, str | None], dict[str, float]] = {}  # the fastest step without privacy, where it has a row
@@ -496,6 +511,7 @@ LAYOUTS: dict[str, Callable[[], str]] = {
     "results-fid": field_fid,
     "results-fashion-mnist": partial(results, "fashion-mnist"),
     "results-mnist": partial(results, "mnist"),
+    "cluster": cluster,
     "speed-gradients": speed_gradients,
     "speed-methods": speed_methods,
     "speed-parts": speed_parts,

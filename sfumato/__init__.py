@@ -5,8 +5,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sfumato.threads import choose_threads
+
 if TYPE_CHECKING:
     from sfumato.certificate import Certificate, verify
+    from sfumato.cluster import ShardedImages, open_shards
     from sfumato.data import DataError, ImageSet, load_images, save_images
     from sfumato.engine import GradientVault as Vault
     from sfumato.engine import epsilon, noise_multiplier
@@ -26,6 +29,7 @@ __all__ = [
     "LedgerError",
     "Plan",
     "Release",
+    "ShardedImages",
     "Vault",
     "create",
     "epsilon",
@@ -34,12 +38,14 @@ __all__ = [
     "load",
     "load_images",
     "noise_multiplier",
+    "open_shards",
     "save_images",
     "verify",
 ]
 
 _HOMES = {
     "sfumato.certificate": ("Certificate", "verify"),
+    "sfumato.cluster": ("ShardedImages", "open_shards"),
     "sfumato.data": ("DataError", "ImageSet", "load_images", "save_images"),
     "sfumato.engine": ("epsilon", "noise_multiplier"),
     "sfumato.methods": ("create", "list_methods", "load"),
@@ -72,3 +78,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+choose_threads()  # before PyTorch is imported, which reads it

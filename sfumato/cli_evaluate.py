@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,12 +12,14 @@ from rich.markup import escape
 from sfumato.cli_options import (
     AfterFit,
     Classes,
+    Cluster,
     Device,
     Json,
     OnError,
     Seed,
     Split,
     Unlabelled,
+    Workers,
     parse_assignments,
     read_images,
     read_like,
@@ -56,6 +58,8 @@ def evaluate(
     unlabelled: Unlabelled = False,
     classes: Classes = None,
     device: Device = "auto",
+    cluster: Cluster = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Measure utility and fidelity of synthetic sets against public test images."""
@@ -85,7 +89,8 @@ def evaluate(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            found = compare(loaded, test=held_out, profile=profile, network=networks, device=computing)
+            settings: dict[str, Any] = {"test": held_out, "profile": profile, "network": networks, "device": computing}
+            found = compare(loaded, **settings) if cluster is None else _on_cluster(loaded, settings, cluster, workers)
         except DataError as error:
             hint = "" if not networks or "pip install" not in str(error) else NO_NETWORK
             raise DataError(f"{error}{hint}") from error
@@ -97,6 +102,23 @@ def evaluate(
         for number, images in enumerate(loaded.values(), 1):
             contact_sheet(images, target.with_name(f"{target.stem}_{number}.png"))
     console.print_json(found) if as_json else console.print_comparison(found)
+
+
+def _on_cluster(
+    sets: dict[str, Any], settings: dict[str, Any], cluster: str, workers: int | None
+) -> dict[str, dict[str, Any]]:
+    """Evaluate each set on a worker of a cluster."""
+    from functools import partial
+
+    from sfumato.cluster import connect
+    from sfumato.evaluate import compare
+
+    executor = connect(cluster, **({} if workers is None else {"workers": workers}))
+    try:
+        parts = executor.compute(partial(compare, **settings), [({name: images},) for name, images in sets.items()])
+    finally:
+        executor.close()
+    return {name: result for part in parts for name, result in part.items()}
 
 
 def ood(

@@ -22,12 +22,14 @@ from rich.markup import escape
 from typer.models import ArgumentInfo, OptionInfo
 
 if TYPE_CHECKING:
+    from sfumato.cluster import ShardedImages
     from sfumato.data import ImageSet
     from sfumato.methods.base import Synthesizer
 
 IMAGES = "Images"
 METHOD = "Method and privacy"
 RUN = "Run and certificate"
+CLUSTER = "Shards and cluster"
 
 Split = Annotated[
     str, typer.Option(help="Read the train or test split, if the source has both.", rich_help_panel=IMAGES)
@@ -70,6 +72,18 @@ DatasetBudgetFile = Annotated[
 AfterFit = Annotated[
     list[str] | None,
     typer.Option("--set", help="Set a parameter that may change after fit, NAME=VALUE; repeatable."),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        help="Compute on a Ray cluster: local, ray://HOST:10001, or auto.",
+        show_default="this process",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Start this many workers.", show_default="GPUs, or cores", rich_help_panel=CLUSTER),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -252,6 +266,46 @@ class RunOptions:
     ] = False
 
 
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options for images that are not loaded whole, and for a cluster."""
+
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Read shards one by one, never all images at once.", rich_help_panel=CLUSTER),
+    ] = False
+    cluster: Cluster = None  # implies `stream`
+    workers: Workers = None
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            help="Check the shards against this file of hashes; write it if it does not exist. Implies --stream.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None
+
+    @contextmanager
+    def reading(self, source: DataOptions, target: Path) -> Iterator[ImageSet | ShardedImages]:
+        """Read the images for a run in `target`, all of them or shard by shard; delete what was decoded at the end."""
+        if not (self.stream or self.cluster or self.manifest):
+            yield source.load()
+            return
+        from sfumato.cluster import check_apart, connect, open_shards
+        from sfumato.console import print_warnings
+        from sfumato.data import DataWarning
+        from sfumato.progress import bar
+
+        check_apart(self.manifest, target)
+        with bar("reading shards") as advance, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DataWarning)
+            where = connect(self.cluster, **({} if self.workers is None else {"workers": self.workers}))
+            options = load_options(**source.reading())
+            images = open_shards(source.data, cluster=where, manifest=self.manifest, **options, progress=advance)
+        print_warnings(caught)
+        with images:
+            yield images
+
+
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each dataclass parameter of a command by its fields, so that Typer sees them as options."""
     hints = get_type_hints(command, include_extras=True)
@@ -372,7 +426,7 @@ def read_images(source: str, **options: Any) -> ImageSet:
     return images
 
 
-def read_like(source: str, images: ImageSet, split: str, on_error: str = "raise") -> ImageSet:
+def read_like(source: str, images: ImageSet | ShardedImages, split: str, on_error: str = "raise") -> ImageSet:
     """Read images with the shape and the classes of other images."""
     size, mode = size_and_mode(images.shape)
     classes = images.classes if images.labelled else None
@@ -393,13 +447,14 @@ def size_and_mode(shape: tuple[int, int, int]) -> tuple[int | None, str]:
     return (shape[1] if shape[1] == shape[2] else None), ("grey" if shape[0] == 1 else "rgb")
 
 
-def check_before_fit(model: Synthesizer, images: ImageSet, run: RunOptions) -> None:
+def check_before_fit(model: Synthesizer, images: ImageSet | ShardedImages, run: RunOptions) -> None:
     """Print warnings about weak settings, and refuse a run that the budget of the data set does not allow."""
     from sfumato import console
     from sfumato.advice import advice
     from sfumato.synthesize import check_budget
 
-    console.print_warnings([text for kind in advice(model, images) for text in kind])
+    outline: ImageSet = getattr(images, "outline", images)  # type: ignore[arg-type]
+    console.print_warnings([text for kind in advice(model, outline) for text in kind])
     if not run.resume:  # a resumed run is already charged
         check_budget(model, model.public_facts(images), run.budget)
 

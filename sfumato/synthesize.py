@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
+from sfumato.cluster import ShardedImages, connect
 from sfumato.data import DataError, ImageSet, PublicFacts, contact_sheet, save_images, shared_images
 from sfumato.data.atomic import write_json
 from sfumato.data.errors import first_few
@@ -33,6 +38,9 @@ CONDENSED_RECIPE = Recipe(300, condensed=True)  # for methods that create few im
 BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
 RUN_BYTES = 64 << 20  # of model, checkpoint and log
 FILE_SUFFIXES = (".npz", ".parquet")
+MODEL_FILES = ("model.safetensors", "config.json", "certificate.json", "ledger.jsonl")
+SHARED = ("images", "images.npz", "samples.png", "metrics.json", "README.md", "croissant.json", "report.html")
+SAMPLE_PART = 5000  # images that a worker draws at once
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,9 @@ def check_sources(private: str, split: str, test: str) -> None:
         )
 
 
-def check_disjoint(private: ImageSet, test: ImageSet) -> None:
+def check_disjoint(private: ImageSet | ShardedImages, test: ImageSet) -> None:
     """Raise `DataError` if the test images contain a private image."""
-    shared = shared_images(private, test)
+    shared = private.contains(test) if isinstance(private, ShardedImages) else shared_images(private, test)
     if shared:
         where = first_few([str(index) for index in shared], limit=5)
         raise DataError(
@@ -161,7 +169,7 @@ def check_settings(certificate: Certificate, model: Synthesizer, public: PublicF
 
 def synthesize(
     model: Synthesizer,
-    images: ImageSet,
+    images: ImageSet | ShardedImages,
     folder: Path,
     *,
     number: int | None = None,
@@ -234,7 +242,7 @@ def synthesize(
     shown = test if show_test else None
     report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
     write_report([report], folder / "report.html", overwrite=True)
-    certificate = model.certificate_.covering(folder)
+    certificate = model.certificate_.covering(folder, {*model.certificate_.outputs, *SHARED})
     if sign is not None:
         certificate = certificate.signed(sign)
     certificate.save(folder / "certificate.json")
@@ -253,6 +261,8 @@ def sample_to_file(
     overwrite: bool = False,
     sign: Path | None = None,
     options: dict[str, Any] | None = None,
+    cluster: Any = None,
+    workers: int | None = None,
 ) -> tuple[ImageSet, Path]:
     """Draw images from the model in `run`, save them, and write a certificate that refers to that of the run.
 
@@ -260,6 +270,8 @@ def sample_to_file(
     - label: draw only this class.
     - sign: private key that signs the certificate.
     - options: parameters of the method that may change after `fit`.
+    - cluster, workers: draw on this cluster (`cluster.connect`), default: in this process. The images of a seed are the
+      same for any number of workers, and others than without a cluster.
 
     Return the images and the path of the certificate, which is next to `target`.
     """
@@ -272,8 +284,46 @@ def sample_to_file(
     max_samples = model.max_samples(model.public_) or DEFAULT_SAMPLES * classes
     number = number or min(DEFAULT_SAMPLES, max_samples // (classes if label else 1))
     check_memory(number, model.public_)
-    images = model.sample(number, labels=label, seed=seed, **(options or {}))
+    if cluster is None:
+        images = model.sample(number, labels=label, seed=seed, **(options or {}))
+    else:
+        images = _sample_on_cluster(model, run, number, label, seed, options or {}, cluster, workers)
     save_images(images, target, overwrite=overwrite)
     certificate = model.certificate_.derived(target.parent, [target.name])
     (certificate if sign is None else certificate.signed(sign)).save(certificate_path)
     return images, certificate_path
+
+
+def _sample_on_cluster(
+    model: Synthesizer,
+    run: Path,
+    number: int,
+    label: str | None,
+    seed: int,
+    options: dict[str, Any],
+    cluster: Any,
+    workers: int | None,
+) -> ImageSet:
+    """Draw parts of fixed size on the workers of a cluster. A model is a release, so that it may travel."""
+    files = {path.name: path.read_bytes() for path in run.iterdir() if path.name in MODEL_FILES}
+    whole = model.class_labels(number, label).split(SAMPLE_PART)
+    seeds = [int(np.random.SeedSequence([seed, part]).generate_state(1)[0]) for part in range(len(whole))]
+    executor = connect(cluster, **({} if workers is None else {"workers": workers}))
+    try:
+        calls = [(files, part, own, model.device, options) for part, own in zip(whole, seeds, strict=True)]
+        pixels = executor.compute(_draw_part, calls)
+    finally:
+        if executor is not cluster:
+            executor.close()
+    public = model.public_
+    return ImageSet(torch.cat(pixels), torch.cat(whole) if public.labelled else None, public.classes)
+
+
+def _draw_part(
+    files: dict[str, bytes], labels: torch.Tensor, seed: int, device: str, options: dict[str, Any]
+) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        model = load(Path(folder), device=device)
+        return model.sample(len(labels), labels=labels.tolist(), seed=seed, **options).images

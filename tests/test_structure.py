@@ -31,10 +31,11 @@ BUILT_IN = {key: method for key, method in METHODS.items() if method.__module__.
 
 # A module imports only from layers above its own line here; the root is `sfumato/__init__.py`.
 LAYERS = (
-    ("progress",),
+    ("progress", "threads"),
     ("data",),
     ("privacy",),
     ("engine",),
+    ("cluster",),
     ("nets",),
     ("features",),
     ("priors",),
@@ -83,6 +84,7 @@ INTERFACES = (
     "certificate",
     "data",
     "report",
+    "threads",
 )  # a reader of a method takes these as they are documented
 MAX_FILES_OF_A_RUN = 25  # outside of these
 MAX_FILES_IN_ALL = 66  # with these: 62 when this was written. It stops silent growth; it does not say that 66 are few

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -76,10 +77,9 @@ class Certificate:
         fields = statement(ledger.entries)
         return cls(**fields, claimed=claimed, issuer=issuer, subject=subject, issued=_now(), software=_software())
 
-    def covering(self, folder: str | Path, names: list[str] | None = None) -> Certificate:
-        """Add hashes of files and folders of a run; default: everything in `folder` that is meant to be shared."""
-        found = [path.name for path in Path(folder).iterdir() if _is_shared(path)] if names is None else names
-        return replace(self, outputs={name: file_digest(Path(folder) / name) for name in sorted(found)}, signature=None)
+    def covering(self, folder: str | Path, names: Iterable[str]) -> Certificate:
+        """Add hashes of the files and folders that a run wrote; others that lie beside them are not certified."""
+        return replace(self, outputs={name: file_digest(Path(folder) / name) for name in sorted(names)}, signature=None)
 
     def derived(self, folder: str | Path, names: list[str]) -> Certificate:
         """Certify files that were computed from the certified outputs alone. Guarantee: post-processing is free."""
@@ -126,10 +126,6 @@ def file_digest(path: Path) -> str:
 
 def content_digest(content: dict[str, Any]) -> str:
     return digest({name: value for name, value in content.items() if name not in ("digest", "signature")})
-
-
-def _is_shared(path: Path) -> bool:
-    return path.name not in ("certificate.json", "private") and path.suffix not in (".lock", ".partial")
 
 
 def _now() -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, Protocol
 
 from sfumato.data.decode import SUFFIXES, Item, Listing
 from sfumato.data.errors import UNLABELLED_HINT, DataError, first_few, reason
@@ -34,8 +34,17 @@ ROWS_PER_BATCH = 256
 LABEL_SUFFIXES = (".cls", ".json", ".txt")
 
 
+class Openable(Protocol):
+    """A file: a path, or its content in memory (`shards.Content`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, mode: Literal["rb"], /) -> BinaryIO: ...
+
+
 def list_parquet(
-    paths: Sequence[Path],
+    paths: Sequence[Openable],
     *,
     labels: bool,
     classes: Sequence[str] | None = None,
@@ -54,7 +63,7 @@ def list_parquet(
     rows, values, soft_labels, names, columns, people = 0, list[tuple[Any, ...]](), [], [], [], []
     for path in paths:
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
+            with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
                 schema = file.schema_arrow
                 columns.append(_column(path, schema, IMAGE_COLUMNS))
                 rows += file.metadata.num_rows
@@ -98,7 +107,7 @@ def import_pyarrow() -> ModuleType:
     return module
 
 
-def _column(path: Path, schema: Any, wanted: tuple[str, ...]) -> str:
+def _column(path: Openable, schema: Any, wanted: tuple[str, ...]) -> str:
     found = next((name for name in wanted if name in schema.names), None)
     if found is None:
         hint = f"; {UNLABELLED_HINT}" if wanted == LABEL_COLUMNS else ""
@@ -106,7 +115,7 @@ def _column(path: Path, schema: Any, wanted: tuple[str, ...]) -> str:
     return found
 
 
-def _class_names(path: Path, schema: Any, column: str) -> tuple[str, ...] | None:
+def _class_names(path: Openable, schema: Any, column: str) -> tuple[str, ...] | None:
     """Read class names from the `huggingface` metadata (ClassLabel) or from a comma-separated `classes` entry."""
     metadata = schema.metadata or {}
     try:
@@ -119,10 +128,10 @@ def _class_names(path: Path, schema: Any, column: str) -> tuple[str, ...] | None
     return None if names is None else tuple(str(name) for name in names)
 
 
-def _parquet_items(pyarrow: ModuleType, shards: Sequence[tuple[Path, str]]) -> Iterator[Item]:
+def _parquet_items(pyarrow: ModuleType, shards: Sequence[tuple[Openable, str]]) -> Iterator[Item]:
     for path, column in shards:
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
+            with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
                 number = count()
                 for batch in file.iter_batches(ROWS_PER_BATCH, columns=[column]):
                     for cell in batch.column(0).to_pylist():
@@ -144,7 +153,7 @@ def _bytes_item(cell: Any, name: str) -> Item:
 class _ByteRange:
     """Position of a member within a tar file; read only when it is decoded."""
 
-    path: Path
+    path: Openable
     offset: int
     size: int
 
@@ -155,7 +164,7 @@ class _ByteRange:
 
 
 def list_webdataset(
-    paths: Sequence[Path],
+    paths: Sequence[Openable],
     *,
     labels: bool,
     classes: Sequence[str] | None = None,
@@ -192,10 +201,10 @@ def list_webdataset(
     return Listing(items, len(items), *encode_labels(single, classes, _name_shards(paths)), persons=persons)
 
 
-def _read_samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
+def _read_samples(path: Openable) -> dict[str, dict[str, tarfile.TarInfo]]:
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     try:
-        with tarfile.open(path, "r:") as archive:
+        with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for member in archive:
                 name = PurePosixPath(member.name)
                 if not member.isfile() or name.name.startswith("."):
@@ -210,7 +219,9 @@ def _read_samples(path: Path) -> dict[str, dict[str, tarfile.TarInfo]]:
     return samples
 
 
-def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo], column: str | None) -> int | str | list[Any]:
+def _tar_label(
+    path: Openable, key: str, sample: dict[str, tarfile.TarInfo], column: str | None
+) -> int | str | list[Any]:
     suffixes = LABEL_SUFFIXES if column is None else (".json",)
     suffix = next((suffix for suffix in suffixes if suffix in sample), None)
     if suffix is None:
@@ -227,7 +238,7 @@ def _tar_label(path: Path, key: str, sample: dict[str, tarfile.TarInfo], column:
     return value
 
 
-def _tar_person(path: Path, key: str, sample: dict[str, tarfile.TarInfo], person: str) -> str:
+def _tar_person(path: Openable, key: str, sample: dict[str, tarfile.TarInfo], person: str) -> str:
     member = sample.get(".json")
     if member is None:
         raise DataError(f"{path}: sample {key!r} has no .json member with the key of person={person!r} (--person)")
@@ -238,13 +249,13 @@ def _tar_person(path: Path, key: str, sample: dict[str, tarfile.TarInfo], person
     return person_name(value, f"{path}: {person!r} in {member.name}")
 
 
-def _tar_json(path: Path, member: tarfile.TarInfo) -> Any:
+def _tar_json(path: Openable, member: tarfile.TarInfo) -> Any:
     return json.loads(_tar_text(path, member))
 
 
-def _tar_text(path: Path, member: tarfile.TarInfo) -> str:
+def _tar_text(path: Openable, member: tarfile.TarInfo) -> str:
     return _ByteRange(path, member.offset_data, member.size).open().read().decode().strip()
 
 
-def _name_shards(paths: Sequence[Path]) -> str:
+def _name_shards(paths: Sequence[Openable]) -> str:
     return first_few([str(path) for path in paths], limit=1)

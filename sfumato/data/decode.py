@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
@@ -116,7 +116,11 @@ class Conversion:
 
 def file_item(path: Path, name: str) -> Item:
     """Describe an image file on disk."""
-    return Item(name, lambda: path.open("rb"))
+    return Item(name, partial(_open_file, path))
+
+
+def _open_file(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def decode(
@@ -159,9 +163,6 @@ def decode(
 
 def count_frames(listing: Listing, workers: int | None = None) -> Listing:
     """Count the images of each file, to read all of them. The images of a file belong to one person."""
-    if listing.persons is None:
-        how = "pass person= (--person): file, folder, regex:(…), dicom:PatientID or a column"
-        raise DataError(f"frames='all' (--frames all) reads several images of one person from a file; {how}")
     with closing(map_in_order(_counted, listing.items, workers)) as counted:
         items = list(counted)
     return replace(listing, items=items, count=sum(item.images for item in items))

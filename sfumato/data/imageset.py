@@ -138,11 +138,12 @@ def shared_images(a: ImageSet, b: ImageSet) -> list[int]:
     """Return the indices of images in `b` that are also in `a`, pixel for pixel."""
     if a.shape != b.shape:
         return []
-    known = set(_digests(a))
-    return [index for index, digest in enumerate(_digests(b)) if digest in known]
+    known = set(image_digests(a))
+    return [index for index, digest in enumerate(image_digests(b)) if digest in known]
 
 
-def _digests(images: ImageSet) -> Iterator[bytes]:
+def image_digests(images: ImageSet) -> Iterator[bytes]:
+    """Yield the SHA-256 of the pixels of each image."""
     return (hashlib.sha256(image).digest() for image in np.ascontiguousarray(images.images.numpy()))
 
 

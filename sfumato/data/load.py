@@ -48,7 +48,7 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True)
-class _ReadOptions:
+class ReadOptions:
     """Options that every reader takes; see `load_images`."""
 
     split: Split
@@ -115,20 +115,20 @@ def load_images(
     - progress: function that is called with (images done, images in total).
     """
     conversion = Conversion(size, mode, frames, value_range)
-    options = _checked(conversion, split, labels, on_error, classes, person, label_column, several_labels)
+    options = check_options(conversion, split, labels, on_error, classes, person, label_column, several_labels)
     if isinstance(source, Dataset) and not is_hugging_face(source):
         refuse_persons(person, "a PyTorch data set")
         images = read_torch(
             source, conversion, labels=labels, classes=options.classes, several=several_labels, progress=progress
         )
     else:
-        found = _find(source, options, conversion, workers)
+        found = find_source(source, options, conversion, workers)
         if isinstance(found, ImageSet):
             images = convert_images(found, size=size, mode=mode, workers=workers, progress=progress)
         else:
             images = decode(found, conversion, on_error=on_error, workers=workers, progress=progress)
-    _check_number(images, source, warn=split == "train")
-    _check_classes(images, source)
+    check_number(images, source, warn=split == "train")
+    check_classes(images, source)
     return images
 
 
@@ -152,8 +152,8 @@ def read_outline(
     Decode at most one image, and none if `size` and `mode` are given.
     """
     conversion = Conversion(size, mode, frames, value_range)
-    options = _checked(conversion, split, labels, on_error, classes, person, label_column, several_labels)
-    found = _find(source, options, conversion, None)
+    options = check_options(conversion, split, labels, on_error, classes, person, label_column, several_labels)
+    found = find_source(source, options, conversion, None)
     if isinstance(found, ImageSet):
         shape, counts = convert_images(found.subset([0]), size=size, mode=mode).shape, torch.ones(len(found)).long()
         persons = found.persons
@@ -167,8 +167,8 @@ def read_outline(
     expanded = None if found.labels is None else found.labels.repeat_interleave(counts)
     blank = torch.zeros(1, dtype=torch.uint8).expand(int(counts.sum()), *shape)  # no memory
     images = ImageSet(blank, expanded, found.classes, persons=persons)
-    _check_number(images, source, warn=split == "train")
-    _check_classes(images, source)
+    check_number(images, source, warn=split == "train")
+    check_classes(images, source)
     return images
 
 
@@ -183,7 +183,7 @@ def _first_shape(items: Iterator[Item], conversion: Conversion, on_error: OnErro
     raise DataError("no image could be read")
 
 
-def _checked(
+def check_options(
     conversion: Conversion,
     split: Split,
     labels: bool,
@@ -192,7 +192,7 @@ def _checked(
     person: str | None,
     label_column: str | None,
     several: SeveralLabels,
-) -> _ReadOptions:
+) -> ReadOptions:
     """Check the options and collect those of the readers."""
     size, limits = conversion.size, conversion.value_range
     if size is not None and (not isinstance(size, int) or not 1 <= size <= 8192):
@@ -209,13 +209,16 @@ def _checked(
             raise DataError(f"{name}={value!r}: expected {choices}")
     if limits is not None and not (len(limits) == 2 and -math.inf < limits[0] < limits[1] < math.inf):
         raise DataError(f"value_range={limits!r} (--range): expected two numbers, the lower one first")
+    if conversion.frames == "all" and person is None:
+        how = "pass person= (--person): file, folder, regex:(…), dicom:PatientID or a column"
+        raise DataError(f"frames='all' (--frames all) reads several images of one person from a file; {how}")
     if classes is not None and not labels:
         raise DataError("classes= (--classes) cannot be combined with labels=False (--unlabelled); pass only one")
     names = None if classes is None else class_names(classes)
-    return _ReadOptions(split, labels, on_error, names, person, label_column, several)
+    return ReadOptions(split, labels, on_error, names, person, label_column, several)
 
 
-def _find(source: Any, options: _ReadOptions, conversion: Conversion, workers: int | None) -> ImageSet | Listing:
+def find_source(source: Any, options: ReadOptions, conversion: Conversion, workers: int | None) -> ImageSet | Listing:
     """List the files of a source, or read its arrays; with the declared classes, and frames counted."""
     if is_hugging_face(source):
         found: ImageSet | Listing = list_hugging_face(source, split=options.split, **options.columns)
@@ -225,15 +228,16 @@ def _find(source: Any, options: _ReadOptions, conversion: Conversion, workers: i
         kinds = "a path, a name, a Hugging Face data set or a PyTorch data set"
         raise DataError(f"images cannot be read from a {type(source).__name__}; pass {kinds}")
     if isinstance(found, ImageSet):
-        return _with_classes(found, options.classes, source)
+        return with_classes(found, options.classes, source)
     if found.count == 0:
         raise DataError(f"{source} holds no images")
     if conversion.frames == "all":
         found = count_frames(found, workers)
-    return _with_classes(found, options.classes, source)
+    return with_classes(found, options.classes, source)
 
 
-def _check_classes(images: ImageSet, source: Any) -> None:
+def check_classes(images: ImageSet, source: Any) -> None:
+    """Refuse labels of a single class."""
     if images.labelled and len(images.classes) == 1:
         raise DataError(f"{_name(source)} has only one class ({images.classes[0]}); {UNLABELLED_HINT}")
 
@@ -242,7 +246,7 @@ def _name(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else "the data set"
 
 
-def _check_number(images: ImageSet, source: Any, *, warn: bool) -> None:
+def check_number(images: ImageSet, source: Any, *, warn: bool) -> None:
     """Refuse a set of one image (or person), and warn about a small set without giving its size, which is private."""
     unit, number = "image", len(images)
     if images.persons is not None:
@@ -254,7 +258,7 @@ def _check_number(images: ImageSet, source: Any, *, warn: bool) -> None:
         warnings.warn(DataWarning(message), stacklevel=3)
 
 
-def _with_classes(images: Found, classes: tuple[str, ...] | None, source: Any) -> Found:
+def with_classes(images: Found, classes: tuple[str, ...] | None, source: Any) -> Found:
     """Replace the classes of a source by the declared ones, which must include them, and renumber the labels."""
     if classes is None or images.labels is None or images.classes == classes:
         return images
@@ -270,20 +274,20 @@ def _with_classes(images: Found, classes: tuple[str, ...] | None, source: Any) -
     return replace(images, labels=positions[images.labels], classes=classes, soft_labels=soft_labels)
 
 
-def _read(source: str | Path, options: _ReadOptions) -> ImageSet | Listing:
+def _read(source: str | Path, options: ReadOptions) -> ImageSet | Listing:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, options)
     if path.exists():
         return _read_files([path], options)
     if BRACES.search(str(source)):
-        return _read_files(_expand_braces(str(path)), options)
+        return _read_files([Path(each) for each in expand_braces(str(path))], options)
     if os.sep in str(source) or path.suffix:
         raise DataError(f"{source} does not exist")
     return _read_named(str(source), options)
 
 
-def _read_named(name: str, options: _ReadOptions) -> ImageSet | Listing:
+def _read_named(name: str, options: ReadOptions) -> ImageSet | Listing:
     known, path = resolve(name)
     if path.name == "digits.csv.gz":
         refuse_persons(options.person, name)
@@ -297,7 +301,7 @@ def _read_named(name: str, options: _ReadOptions) -> ImageSet | Listing:
     return replace(images, classes=known.classes)
 
 
-def _read_folder(folder: Path, options: _ReadOptions) -> ImageSet | Listing:
+def _read_folder(folder: Path, options: ReadOptions) -> ImageSet | Listing:
     try:
         files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     except OSError as error:
@@ -314,11 +318,11 @@ def _read_folder(folder: Path, options: _ReadOptions) -> ImageSet | Listing:
     for suffix in (".parquet", ".tar"):
         shards = [file for file in files if file.suffix.lower() == suffix]
         if shards:
-            return _read_files(_select_split(folder, shards, options.split), options)
+            return _read_files(select_split(folder, shards, options.split), options)
     return list_folder(folder, split=options.split, on_error=options.on_error, **options.columns)
 
 
-def _select_split(folder: Path, shards: list[Path], split: Split) -> list[Path]:
+def select_split(folder: Path, shards: list[Path], split: Split) -> list[Path]:
     """Return the shards of a split if their names contain it (`train-00000-of-00002.parquet`), or else all shards."""
     prefixes = {shard: re.split(r"[-_.]", shard.name.lower())[0] for shard in shards}
     if not set(prefixes.values()) & {"train", "test"}:
@@ -329,7 +333,7 @@ def _select_split(folder: Path, shards: list[Path], split: Split) -> list[Path]:
     return chosen
 
 
-def _read_files(paths: list[Path], options: _ReadOptions) -> ImageSet | Listing:
+def _read_files(paths: list[Path], options: ReadOptions) -> ImageSet | Listing:
     path = paths[0]
     suffix = path.suffix.lower()
     if IDX_IMAGES.match(path.name) and len(paths) == 1:
@@ -350,12 +354,12 @@ def _read_files(paths: list[Path], options: _ReadOptions) -> ImageSet | Listing:
     raise DataError(f"{path}: unknown file type; expected a folder, .npz, .parquet, .tar or IDX images")
 
 
-def _expand_braces(pattern: str) -> list[Path]:
-    """Expand a brace pattern: `{000..003}` is a range, `{a,b}` is a list."""
+def expand_braces(pattern: str) -> list[str]:
+    """Expand a brace pattern: `{000..003}` is a range, `{a,b}` is a list. Raise if a local file does not exist."""
     pieces = BRACES.split(pattern)
     choices = [[piece] if index % 2 == 0 else _expand_brace(piece) for index, piece in enumerate(pieces)]
-    paths = [Path("".join(combination)) for combination in product(*choices)]
-    missing = next((path for path in paths if not path.is_file()), None)
+    paths = ["".join(combination) for combination in product(*choices)]
+    missing = next((path for path in paths if "://" not in path and not Path(path).is_file()), None)
     if missing is not None:
         raise DataError(f"{missing} does not exist (from the pattern {pattern})")
     return paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,19 +9,13 @@ from itertools import islice
 from typing import TypeVar
 
 from sfumato.data.errors import DataError
+from sfumato.threads import usable_cores
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 
 # Items in one future: one image is less work than a future, and large batches use too much memory.
 BATCH = 8
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use; a container may have fewer than the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def map_in_order(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sfumato.data.errors import DataError, reason
 
@@ -45,6 +47,64 @@ def allocate(shape: tuple[int, int, int, int]) -> np.ndarray[Any, np.dtype[np.ui
         what = f"{size / 2**30:.1f} GiB of images fit neither in memory nor in {tempfile.gettempdir()}"
         how = "set TMPDIR to a larger disk, or pass a smaller size"
         raise DataError(f"{what} ({reason(error)}); {how}") from error
+
+
+class Spool:
+    """An unnamed temporary file that several `FileRows` share, one after the other."""
+
+    def __init__(self) -> None:
+        file = tempfile.TemporaryFile(prefix="sfumato-", buffering=0)  # noqa: SIM115
+        self.descriptor, self.end = file.fileno(), 0
+        self._close = weakref.finalize(self, file.close)
+
+
+class FileRows:
+    """Rows of one shape in an unnamed temporary file: they take no memory, and do not outlive the process.
+
+    Reads and writes go through the file system's cache, not through mapped memory, so that memory stays flat.
+
+    - spool: file to write to, at its end, default: a new one. Only its last rows may grow.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, spool: Spool | None = None) -> None:
+        self._row, self._dtype, self._count = tuple(shape), np.dtype(dtype), 0
+        self._bytes = math.prod(self._row) * self._dtype.itemsize
+        self._spool = spool or Spool()
+        self._begin = self._spool.end
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._count, *self._row))
+
+    def write(self, first: int, rows: np.ndarray[Any, Any]) -> None:
+        """Write consecutive rows, from number `first` on."""
+        data = memoryview(np.ascontiguousarray(rows, self._dtype).tobytes())
+        end = self._begin + (first + len(rows)) * self._bytes
+        try:
+            while data:
+                data = data[os.pwrite(self._spool.descriptor, data, end - len(data)) :]
+        except OSError as error:
+            raise DataError(f"{tempfile.gettempdir()}: {reason(error)}; set TMPDIR to a larger disk") from error
+        self._count = max(self._count, first + len(rows))
+        self._spool.end = max(self._spool.end, end)
+
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the rows at some indices, in their shape. Rows that were never written are zero."""
+        rows = np.zeros((index.numel(), *self._row), self._dtype)
+        places = index.flatten().tolist()
+        begin = 0
+        for end in range(1, len(places) + 1):  # consecutive rows in one call
+            if end == len(places) or places[end] != places[end - 1] + 1:
+                at = self._begin + places[begin] * self._bytes
+                data = os.pread(self._spool.descriptor, (end - begin) * self._bytes, at)
+                rows[begin:end].reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+                begin = end
+        return torch.from_numpy(rows).reshape(*index.shape, *self._row)
 
 
 def _reserve(descriptor: int, size: int) -> None:

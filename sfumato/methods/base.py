@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from sfumato.certificate import Certificate, signing
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.certificate.spending import SpendingText
+from sfumato.cluster import ClusterVault, ShardedImages, check_apart, open_shards
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing
 from sfumato.data.pixels import to_bytes, to_unit_range
@@ -192,7 +193,7 @@ class Synthesizer(ABC):
 
     # -- what a user calls --------------------------------------------------------------------------------
 
-    def public_facts(self, images: ImageSet) -> PublicFacts:
+    def public_facts(self, images: ImageSet | ShardedImages) -> PublicFacts:
         """Return what this method takes as public: shape, class names, and class sizes if declared."""
         return images.public(declare_size=self.public_size)
 
@@ -209,8 +210,9 @@ class Synthesizer(ABC):
 
     def fit(
         self,
-        images: ImageSet,
+        images: ImageSet | ShardedImages,
         *,
+        cluster: Any = None,
         run_dir: str | Path | None = None,
         resume: bool = False,
         budget: str | Path | None = None,
@@ -221,15 +223,32 @@ class Synthesizer(ABC):
     ) -> Self:
         """Learn from private images.
 
+        - images: of `load_images`, or of `open_shards`, which are never loaded whole.
+        - cluster: "local" or the address of a Ray cluster, for images in memory, default None: this process. Images of
+          `open_shards` are computed where they were opened.
         - run_dir: folder for ledger, model, certificate and checkpoints.
         - resume: continue an interrupted run in that folder.
         - budget: file of the data set's budget over many runs (`sfumato budget open`), which this run is charged to.
         - max_per_person: public cap on the images of a person that are used, where images have persons.
         - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
         """
-        if not isinstance(images, ImageSet):
+        if not isinstance(images, ImageSet | ShardedImages):
             raise DataError(f"fit takes an ImageSet, not a {type(images).__name__}; read it with load_images first")
         usable_device(self.device)
+        if isinstance(images, ShardedImages):
+            check_apart(images.file, run_dir)
+        if cluster is not None and isinstance(images, ImageSet):
+            with open_shards(images, cluster=cluster) as shards:
+                return self.fit(
+                    shards,
+                    run_dir=run_dir,
+                    resume=resume,
+                    budget=budget,
+                    max_per_person=max_per_person,
+                    sign=sign,
+                    issuer=issuer,
+                    subject=subject,
+                )
         public, folder = self.validate().public_facts(images), None if run_dir is None else Path(run_dir)
         if sign is not None:
             signing.sign("", sign)  # a key that does not work is found before anything is spent
@@ -255,7 +274,7 @@ class Synthesizer(ABC):
 
     def _fit_through(
         self,
-        images: ImageSet,
+        images: ImageSet | ShardedImages,
         public: PublicFacts,
         folder: Path | None,
         resume: bool,
@@ -275,7 +294,8 @@ class Synthesizer(ABC):
         self._forget()
         with Ledger(None if folder is None else folder / "ledger.jsonl") as ledger, ExitStack() as stack:
             kept = None if folder is None else stack.enter_context(closing(KeptResults(folder, ledger)))
-            vault = self.vault_type(
+            sharded = isinstance(images, ShardedImages) and self.vault_type is GradientVault
+            vault = (ClusterVault if sharded else self.vault_type)(
                 images,
                 plan,
                 ledger=ledger,
@@ -322,6 +342,11 @@ class Synthesizer(ABC):
                     parts.append(to_bytes(self._sample(part.to(self.torch_device), generator)).cpu())
                     advance(sum(map(len, parts)), n)
         return ImageSet(torch.cat(parts), wanted if public.labelled else None, public.classes)
+
+    def class_labels(self, n: int, labels: int | str | Sequence[int] | None = None) -> torch.Tensor:
+        """Return the label of each of `n` samples, [n]; see `sample`."""
+        self._fitted()
+        return self._labels(n, labels)
 
     def score(self, images: ImageSet, *, label: int | str | None = None, **options: Any) -> torch.Tensor:
         """Return the log-likelihood of each image, [N]: in one class, or in the mixture of all classes.

@@ -1,12 +1,10 @@
 """Convert releases to epsilon with Google's `dp_accounting`. (`engine/calibration.py` searches for the noise.)
 
 A `Release` is a noised sum over a Poisson sample of units (images, or persons with all their images), repeated. Three
-accountants bound the epsilon of a composition. Each bound is valid alone, so the minimum is; all are recorded.
-
-- `exact`: Gaussian releases without subsampling compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose epsilon has
-  a closed form (Balle and Wang 2018).
-- `rdp`: Renyi DP with the improved conversion (Canonne, Kamath and Steinke 2020).
-- `pld`: privacy loss distributions, rounded pessimistically to a grid that is fine enough for the composition.
+accountants bound the epsilon of a composition. Each bound is valid alone, so the minimum is; all are recorded. `exact`:
+Gaussian releases without subsampling compose to one Gaussian with 1/z^2 = sum of 1/z_i^2, whose epsilon has a closed
+form (Balle and Wang 2018). `rdp`: Renyi DP with the improved conversion (Canonne, Kamath and Steinke 2020). `pld`:
+privacy loss distributions, rounded pessimistically to a grid that is fine enough for the composition.
 
 The noise multiplier z is the standard deviation of the noise over the clipping norm of one unit. The sensitivity of the
 sum, in clipping norms, is 1 under add-remove and 2 under replace-one; sqrt(2) if rows are non-negative (|a - b|^2 <=
@@ -20,8 +18,8 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import dp_accounting
@@ -31,8 +29,7 @@ from sfumato.privacy.budget import Adjacency, Budget, BudgetExceeded
 
 GRID_ERROR = 1e-3  # relative variance that the PLD grid may add to the composed privacy loss
 GRID_POINTS = 250_000  # maximum for the privacy loss of one release
-MAX_TIMES = 10**7
-MIN_NOISE, MAX_NOISE = 1e-3, 1e9  # outside this range the accountants lose precision
+MAX_TIMES, MIN_NOISE, MAX_NOISE = 10**7, 1e-3, 1e9  # outside this range the accountants lose precision
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Plan:
-    """Calibrated releases and their budget, before anything is spent.
-
-    Guarantee: a plan can only be constructed if the composition of its releases is within the budget.
-    """
+    """Calibrated releases and their budget. Guarantee: constructed only if their composition is within it."""
 
     releases: tuple[Release, ...]
     budget: Budget
@@ -103,10 +97,8 @@ class Plan:
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"release names must differ; {repeated[0]!r} occurs {names[repeated[0]]} times")
         object.__setattr__(self, "bounds", bounds(self.releases, self.budget.delta, self.budget.adjacency))
-        if not self.epsilon <= self.budget.epsilon:
-            raise BudgetExceeded(
-                f"the planned releases need epsilon {self.epsilon:.4g}, the budget is {self.budget.epsilon:g}"
-            )
+        if not (need := self.epsilon) <= self.budget.epsilon:
+            raise BudgetExceeded(f"the planned releases need epsilon {need:.4g}, the budget is {self.budget.epsilon:g}")
 
     @property
     def epsilon(self) -> float:
@@ -123,10 +115,8 @@ def bounds(releases: Sequence[Release], delta: float, adjacency: Adjacency = "ad
     parameters do not depend on their results.
     """
     found: dict[str, float | None] = {"exact": None, "rdp": None, "pld": None}
-    if not releases:
-        return {**found, "exact": 0.0}
-    if any(release.noise == 0 for release in releases):
-        return {**found, "exact": math.inf}
+    if not releases or any(release.noise == 0 for release in releases):
+        return {**found, "exact": math.inf if releases else 0.0}
     full, sampled = merge_gaussians(releases, adjacency)
     with suppress_library_warnings():
         if not sampled:
@@ -166,16 +156,13 @@ def rdp_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
 def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: float, adjacency: Adjacency) -> float:
     """Return epsilon by privacy loss distributions.
 
-    Guarantee: rounding is pessimistic for every grid, so the grid affects only how tight the bound is. Rounding to a
-    grid of width h adds about h^2/6 to the variance of one loss; h keeps the total below `GRID_ERROR` of the variance
-    of the composition. The library convolves by FFT, whose round-off may lower delta by about 1e-17 per release; the
-    query uses a delta that is smaller by ten times that.
+    Guarantee: rounding is pessimistic for every grid. A grid of width h adds about h^2/6 to the variance of one loss; h
+    keeps the total below `GRID_ERROR` of the variance of the composition. The library convolves by FFT, whose round-off
+    may lower delta by about 1e-17 per release; the query uses a delta that is smaller by ten times that.
     """
-    relation = dp_accounting.NeighboringRelation
-    replace_one = adjacency == "replace-one"
-    sensitivity = 2.0 if replace_one else 1.0
-    variance = 1 / full**2
-    count = int(math.isfinite(full))
+    both = dp_accounting.NeighboringRelation
+    relation, sensitivity = (both.REPLACE_ONE, 2.0) if adjacency == "replace-one" else (both.ADD_OR_REMOVE_ONE, 1.0)
+    variance, count = 1 / full**2, int(math.isfinite(full))
     max_loss = 10 / full + 0.5 / full**2 if sampled else 0.0
     for q, z, times in sampled:
         variance += times * sensitivity**2 * min(q**2 * math.expm1(min(1 / z**2, 600.0)), 1 / z**2)
@@ -183,31 +170,22 @@ def pld_epsilon(full: float, sampled: list[tuple[float, float, int]], delta: flo
         max_loss = max(max_loss, sensitivity * math.log1p(q * math.expm1(min(10 / z + 0.5 / z**2, 600.0))))
     interval = max(math.sqrt(6 * GRID_ERROR * variance / count), max_loss / GRID_POINTS)
 
-    total = pld.privacy_loss_distribution.identity(interval)
+    total, make = (
+        pld.privacy_loss_distribution.identity(interval),
+        pld.privacy_loss_distribution.from_gaussian_mechanism,
+    )
     if math.isfinite(full):  # `full` includes the sensitivity
-        total = total.compose(
-            pld.privacy_loss_distribution.from_gaussian_mechanism(full, value_discretization_interval=interval)
-        )
+        total = total.compose(make(full, value_discretization_interval=interval))
     for q, z, times in sampled:
-        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
-            z,
-            value_discretization_interval=interval,
-            sampling_prob=q,
-            neighboring_relation=relation.REPLACE_ONE if replace_one else relation.ADD_OR_REMOVE_ONE,
-        )
+        one = make(z, value_discretization_interval=interval, sampling_prob=q, neighboring_relation=relation)
         total = total.compose(one.self_compose(times))
     return float(total.get_epsilon_for_delta(max(delta - 1e-14 - 1e-16 * count, 0.0)))
 
 
-@contextmanager
-def suppress_library_warnings() -> Iterator[None]:
+def suppress_library_warnings() -> ExitStack:
     """Hide warnings of `dp_accounting` about RDP orders that it skips; a bound without them is still valid."""
-    logger = logging.getLogger("absl")
-    level = logger.level
+    stack, logger = ExitStack(), logging.getLogger("absl")
+    stack.enter_context(warnings.catch_warnings(action="ignore"))
+    stack.callback(logger.setLevel, logger.level)
     logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    return stack

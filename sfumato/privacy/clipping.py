@@ -1,12 +1,10 @@
 """Clipping: bound the L2 norm of every record's contribution to a sum.
 
-Rows of `Vault.sum` are plain vectors. Vectors of `Vault.vectors` consist of *pieces*: a tensor, or two factors (left,
-right) that stand for the matrix left^T right, such as the gradient of a linear layer. Where it is cheaper, the matrix
-is not formed (ghost clipping): its squared norm is sum_{t,u} (l_t . l_u) (r_t . r_u), and the clipped sum over records
-is one matrix product.
+Vectors of `Vault.vectors` consist of *pieces*: a tensor, or two factors (left, right) that stand for the matrix left^T
+right, such as the gradient of a linear layer. Where it is cheaper, the matrix is not formed (ghost clipping): its
+squared norm is sum_{t,u} (l_t . l_u) (r_t . r_u), and the clipped sum over records is one matrix product.
 
-Formal guarantees: the norm is computed from the numbers that are summed. A wrong layer rule gives a vector that is not
-the record's gradient, but that vector is clipped to the same norm.
+The norm is computed from the numbers that are summed. A wrong layer rule gives another vector, with the same bound.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ JSON lines, append-only; each line holds the SHA-256 of itself and of its predec
 locked while a process may spend. It stores the number of lines and the last hash, so that lines missing at the end are
 detected. A forger could rewrite both files; a certificate that was handed out pins the ledger's last hash.
 
-Line kinds of a run: `open` (budget, plan, method, public facts), `charge` (a release, `times` of them reserved at
-once), `unprotected` (the guarantee is void, with the reason). Line kinds of a data set's budget
-(`certificate/dataset_budget.py`): `account`, `reserve`, `void`.
+Line kinds of a run: `open` (budget, plan, method, public facts), `charge` (`times` of a release, reserved at once),
+`unprotected` (the guarantee is void); of a data set's budget (`dataset_budget.py`): `account`, `reserve`, `void`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Formal guarantees: let one added or removed unit change a sum by at most s in L2
 the Gaussian mechanism with noise multiplier z, which is the event that the ledger charges.
 
 The discrete form adds to each coordinate of an integer sum K ~ exp(-k^2 / 2 sigma^2) with sigma^2 = t^2 + 9, t = z R,
-where R bounds the change of the integer sum. It is as private as continuous noise of standard deviation t (proof 3 of
-docs/proofs.md) and avoids floating-point attacks (Mironov 2012): sums are exact integers, and OpenDP's sampler is exact
-and uses OS entropy.
+where R bounds the change of the sum. It is as private as continuous noise of standard deviation t (proof 3) and avoids
+floating-point attacks (Mironov 2012): sums are integers, and OpenDP's sampler is exact and uses OS entropy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random generators for privacy noise and Poisson samples, seeded by the operating system.
 
-Each draw uses a new generator: there is no state to save, resume, share after a fork, or seed from outside. On the CPU
-the generator is NumPy's Philox with a 128-bit key; PyTorch's CPU generator uses only 32 bits of its seed.
+Each draw uses a new generator: there is no state to save, share after a fork, or seed from outside. On the CPU it is
+NumPy's Philox with a 128-bit key; PyTorch's CPU generator uses only 32 bits of its seed.
 """
 
 from __future__ import annotations

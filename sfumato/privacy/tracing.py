@@ -1,8 +1,7 @@
 """Trace a method's feature or loss on public input; the vault runs only the traced graph on private images.
 
-`trace` records the PyTorch operators that a function applies to *one* record (`make_fx` on fake tensors, which have
-shapes but no values). Python side effects, such as printing, storing, raising or branching, happen while tracing and
-never again. `per_record` maps the graph over a batch with `torch.vmap`: each row is computed from its own record.
+`trace` records the operators that a function applies to *one* record (`make_fx` on fake tensors: shapes, no values).
+Side effects (printing, storing, raising) happen while tracing only. `per_record` maps the graph with `torch.vmap`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """The only access to private images.
 
-A method asks a `Vault` for noised sums: `counts`, `sum`, `vectors` (and `gradient`, which the engine builds on
-`vectors`). Each query takes the same steps: check the plan, write the charge to the ledger and flush, compute each
-record's vector with a traced graph, clip, weight, sum, add noise, store, return. The only exception is `unprotected`,
-which first voids the guarantee. Whatever a method does with an answer is post-processing.
+A method asks a `Vault` for noised sums: `counts`, `sum`, `vectors` (and `gradient`, which the engine builds on it).
+Each query takes the same steps: check the plan, write the charge and flush, compute each record's vector with a traced
+graph, clip, weight, sum, add noise, store, return. Only `unprotected` first voids the guarantee.
 
 Formal guarantees (proofs 1, 2, 4, 6 of docs/proofs.md): the unit is an image or a person. A person with m images is in
 a sample with all of them or none. Each image's clipped vector has the weight 1/m, so that the person's vectors, over
 all classes, sum to at most the clipping norm. Batches have one public size, padded with zeros, and units are in a fresh
-random order; one more unit moves at most one other to new batch slots, whose rounding `POSITION_MARGIN` covers.
+random order; one more unit moves others, of weights below 2 in all, to new slots, for which there is a margin.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import secrets
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -32,7 +30,7 @@ from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.clipping import Groups, clip, clipped_sum
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.sampling import assign_slots, cap_per_person, poisson_sample, standard_normals
+from sfumato.privacy.records import Query, Records, check_labels
 from sfumato.privacy.tracing import PROBES, check_on_probes, check_same_rows, per_record, probe_records, trace
 
 Function = Callable[..., Any]
@@ -45,21 +43,7 @@ class RedactedError(RuntimeError):
     """A computation on private images failed. The original message is withheld: it could contain pixel values."""
 
 
-@dataclass(frozen=True)
-class _Query:
-    """A traced query: `run(weights, *shared, *records)` is the sum over a batch, [rows, width], in `grid_step`s.
-
-    Guarantee: adding or removing one unit of privacy moves the sum over all batches by at most `sensitivity`.
-    """
-
-    run: Callable[..., Tensor]
-    rows: int
-    width: int
-    sensitivity: float
-    grid_step: float = 1.0
-
-
-class Vault:
+class Vault(Records):
     """Private records that answer noised queries under a plan.
 
     - records: has `images` uint8 or float [N, C, H, W], `labels` int64 [N] or None, public `classes`, [`persons` [N]].
@@ -91,10 +75,7 @@ class Vault:
     ) -> None:
         self.plan, self.classes, self.secure, self.device = plan, tuple(records.classes), secure, torch.device(device)
         self.ledger, self._account = ledger if ledger is not None else Ledger(), account
-        images = records.images.detach()
-        self._images = images.to(self.device) if images.nbytes <= MAX_RESIDENT_BYTES else images
-        self._labels = _check_labels(records.labels, len(self._images), len(self.classes))
-        self._set_units(getattr(records, "persons", None), max_per_person)
+        self._take(records, max_per_person)
         self._performance, self._passes, self._lock = performance, 1, threading.RLock()
         self._cache: dict[str, tuple[list[Any], list[Any], Any]] = {}
         self._open_ledger(facts or {})
@@ -129,8 +110,8 @@ class Vault:
         - release, bound: name in the plan; L2 clipping norm of a row.
         - constants: tensor arguments of `feature` that may change between calls without a new trace.
 
-        Guarantee: adding or removing one unit moves the exact sum by at most `bound` plus the margin for changed batch
-        slots. The noise is the planned multiplier times this sensitivity, which is the charged event.
+        Guarantee: adding or removing one unit moves the exact sum by at most `bound` plus the margin for changed slots.
+        The noise is the planned multiplier times this sensitivity, which is the charged event.
         """
         planned = self._planned(release)
         if not isinstance(bound, int | float) or not 1e-30 < bound < 1e30:  # a tensor could carry a gradient
@@ -177,25 +158,15 @@ class Vault:
         return self._answer(planned, query, lambda: self._exact(planned, query, lanes or 1, size, values, normals))
 
     def map(self, transform: Function) -> Self:
-        """Return a vault over the same records with a public row-wise `transform` applied once and stored in memory.
+        """Return a vault over the same records with a public row-wise `transform` applied once and stored.
 
-        Guarantee: nothing is released; ledger, plan and charges are shared. Batch slots affect rounding here too, so
-        sums over mapped records have the margin of both passes.
+        Guarantee: nothing is released; ledger, plan and charges are shared. Sums have the margin of both passes.
         """
         graph, shape = self._traced(transform, (), False)
-        home, size = self._images.device, self._batch_size(self._performance)
-
-        def transform_all() -> Tensor:
-            mapped_rows = torch.zeros(len(self._images), *shape, device=home)
-            for index in assign_slots(self._chosen, self._persons, size).split(size) if self._units else ():
-                rows = per_record(graph, 0, 1)(self._pixels(index)).float().to(home)
-                mapped_rows[index[index >= 0].to(home)] = rows[(index >= 0).to(home)]
-            return mapped_rows
-
-        mapped_rows = self._void_on_failure(transform_all)
+        rows = self._void_on_failure(lambda: self._mapped(graph, shape, self._batch_size(self._performance)))
         mapped = object.__new__(type(self))
         mapped.__dict__.update(self.__dict__)
-        mapped._images, mapped._cache, mapped._passes = mapped_rows, {}, self._passes + 1
+        mapped._images, mapped._cache, mapped._passes = rows, {}, self._passes + 1
         return mapped
 
     def unprotected(self, reason: str) -> tuple[Tensor, Tensor | None]:
@@ -220,7 +191,7 @@ class Vault:
             if self._kept is not None:
                 self._kept.forget({r.name: self._asked[r.name] for r in self.plan.releases if r.times > 1})
 
-    def _answer(self, release: Release, query: _Query, exact: Callable[[], Tensor]) -> Tensor:
+    def _answer(self, release: Release, query: Query, exact: Callable[[], Tensor]) -> Tensor:
         """Return a release's next result. Guarantee: charged before an image is read, and noised once for all."""
         with self._lock:
             number = self._asked[release.name]
@@ -253,46 +224,39 @@ class Vault:
             return add_discrete_gaussian(exact.to(torch.int64), release.noise * sensitivity).double()
         return add_gaussian(exact, release.noise * sensitivity)
 
-    def _exact(
-        self, release: Release, query: _Query, lanes: int, size: int, shared: list[Tensor], normals: Any = ()
-    ) -> Tensor:
-        """Return the exact sum over a Poisson sample, [rows, width], float64. Guarantee: used by `_noised` only."""
-        total = torch.zeros(query.rows, query.width, dtype=torch.float64, device=self.device)
-        for records, weights in self._batches(self._drawn(release), lanes, size, normals) if self._units else ():
-            total.add_(query.run(weights, *shared, *records).view_as(total))
-        return total
-
     def _sum_query(
         self, release: Release, shared: list[Tensor], feature: Function, bound: float, by_class: bool, labelled: bool
-    ) -> _Query:
+    ) -> Query:
         """Return the query that sums the rows of a feature. Guarantee: no private record is read.
 
-        In the secure form rows are truncated to integers, which cannot increase their norm; the norm of the integers is
-        checked again, and sums are exact, since float64 represents integers below 2^53. In another batch slot, each
-        entry of a row may be truncated differently by one.
+        In the secure form rows are truncated to integers, which cannot increase their norm (it is checked again); sums
+        are exact, as float64 represents integers below 2^53. In another slot, an entry may be truncated to the next.
         """
         graph, shape = self._traced(feature, shared, labelled)
+        count, nonnegative, perf = len(shared), release.nonnegative, self._performance
         width, groups, secure = shape.numel(), len(self.classes) if by_class else 1, self._secure(release)
         steps = math.ceil(GRID_STEPS * math.sqrt(width))
         grid_step, row_norm = (bound / steps, steps + 1.0) if secure else (1.0, float(bound))
 
         def run(weights: Tensor, *given: Tensor) -> Tensor:
-            constants, images, labels = given[: len(shared)], given[-2][0], given[-1][0]
+            constants, images, labels = given[:count], given[-2][0], given[-1][0]
             records = (images, labels) if labelled else (images,)
-            rows = per_record(graph, len(shared), len(records))(*constants, *records).reshape(len(images), -1)
-            rows = clip(rows, bound, grid_step, release.nonnegative) * weights[0, :, None]
+            rows = per_record(graph, count, len(records))(*constants, *records).reshape(len(images), -1)
+            rows = clip(rows, bound, grid_step, nonnegative) * weights[0, :, None]
             if secure:
                 rows.masked_fill_(torch.linalg.vector_norm(rows.trunc_(), dim=1, keepdim=True) > row_norm, 0)
             return rows.sum(0, keepdim=True) if groups == 1 else nn.functional.one_hot(labels, groups).double().T @ rows
 
-        sensitivity = row_norm * (1 + self._margin) + (self._passes * self._cap * math.sqrt(width) if secure else 0.0)
-        return _Query(_accelerate(self._performance, run), groups, width, sensitivity, grid_step)
+        moved = row_norm * self._margin + (self._passes * self._cap * math.sqrt(width) if secure else 0.0)
+        moved *= math.sqrt(2) if release.shift(self.plan.budget.adjacency) == math.sqrt(2) else 1  # replaced: proof 4
+        return Query(run, groups, width, row_norm + moved, grid_step, perf and perf.accelerate(run))
 
     def _vector_query(
         self, function: Any, shared: Any, groups: Groups, perf: Any, lanes: int, labelled: bool, normals: Any, size: int
-    ) -> _Query:
+    ) -> Query:
         """Return the query that clips and sums the pieces of a function. Guarantee: no private record is read."""
-        probes = self._probes(labelled) + ([probe_records(normals, self.device)] if normals else [])
+        device, names = self.device, tuple(shared)  # `run` travels to the workers of a cluster, without `self`
+        probes = self._probes(labelled) + ([probe_records(normals, device)] if normals else [])
         single = {name: value[0] for name, value in shared.items()} if lanes else shared
         with torch.no_grad():
             graph = trace(function, single, *(part[0] for part in probes), subject="this loss")
@@ -301,10 +265,10 @@ class Vault:
             width = clipped_sum(pieces, groups, torch.ones(1, PROBES, device=self.device)).shape[1]
 
         def run(weights: Tensor, *given: Tensor) -> Tensor:
-            state, (images, labels, *own) = dict(zip(shared, given, strict=False)), given[len(shared) :]
+            state, (images, labels, *own) = dict(zip(names, given, strict=False)), given[len(names) :]
             records = (images, *((labels,) if labelled else ()), *own)
             mapped = per_record(graph, 1, len(records))
-            if lanes > 1 and self.device.type != "cpu":
+            if lanes > 1 and device.type != "cpu":
                 return clipped_sum(torch.vmap(mapped, randomness="error")(state, *records), groups, weights)
             sums = []  # on a CPU one network after the other: batching them would only cost copies
             for lane in range(lanes or 1):
@@ -314,11 +278,10 @@ class Vault:
             return torch.cat(sums)
 
         sensitivity = math.sqrt(math.fsum(bound**2 for bound, _ in groups))
-        # A float32 sum over a batch has `size` rounding errors, taken as random, of 2^-24 of at most `size` clipping
-        # norms. One more unit changes the batches of its own records and of those it displaces. Batches add in float64.
-        changed = 2 * (1 + 2 * self._cap // size) * (lanes or 1) if self._cap > 1 else 2
-        sensitivity *= 1 + self._margin + changed * math.sqrt(size) * size * 2.0**-24
-        return _Query(_accelerate(perf, run), lanes or 1, width, sensitivity)
+        # A float32 sum over a batch has `size` rounding errors, taken as random, of 2^-24 of at most `size` weights. A
+        # unit of m images changes at most 2m batches, of weights below 2/m (proof 4). Batches add in float64.
+        sensitivity *= 1 + self._margin + (2 if self._cap == 1 else 4) * math.sqrt(size) * size * 2.0**-24
+        return Query(run, lanes or 1, width, sensitivity, fast=perf and perf.accelerate(run))
 
     def _traced(self, feature: Function, constants: Sequence[Tensor], labelled: bool) -> tuple[Any, torch.Size]:
         """Return the graph of a feature and the shape of a row. Guarantee: no private record is read."""
@@ -350,53 +313,16 @@ class Vault:
             known = self._cache[name] = parts, key, make()
         return known[2]
 
-    def _set_units(self, persons: Tensor | None, max_per_person: int) -> None:
-        """Set `_chosen` records and their `_weights`. Guarantee: of each unit at most `_cap`, with weights of sum 1."""
-        count = self._units = len(self._images)
-        self._cap, self._chosen, self._unit_of = 1, torch.arange(count), torch.arange(count)
-        self._persons: Tensor | None = None
-        self._weights = torch.ones(count, dtype=torch.float64)
+    def _take(self, records: Any, most: int) -> None:
+        """Take the records. Guarantee: each is in one class, and belongs to one unit of the planned kind."""
+        images, persons = records.images.detach(), getattr(records, "persons", None)
+        self._images = images.to(self.device) if images.nbytes <= MAX_RESIDENT_BYTES else images
+        self._labels = check_labels(records.labels, len(images), len(self.classes))
         if self.plan.budget.unit == "image":
-            return
-        if persons is None or persons.shape != (count,) or type(max_per_person) is not int or max_per_person < 1:
+            persons, most = None, 1
+        elif persons is None or persons.shape != (len(images),) or type(most) is not int or most < 1:
             raise ValueError("the unit is a person: give persons, one number per image, and max_per_person >= 1")
-        names, self._unit_of = persons.detach().cpu().unique(return_inverse=True)
-        self._persons = self._unit_of
-        self._cap, self._units, self._chosen = max_per_person, len(names), cap_per_person(self._unit_of, max_per_person)
-        self._weights = 1.0 / torch.bincount(self._unit_of[self._chosen], minlength=self._units)[self._unit_of].double()
-
-    def _drawn(self, release: Release) -> Tensor:
-        """Return the records in the sample of a release. Guarantee: those of a fresh `poisson_sample` of units."""
-        sample = poisson_sample(self._units, release.sampling_prob)
-        if self._persons is None:
-            return sample
-        included = torch.zeros(self._units, dtype=torch.bool)
-        included[sample] = True
-        return self._chosen[included[self._unit_of[self._chosen]]]
-
-    def _batches(self, chosen: Tensor, lanes: int, size: int, normals: Any) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Yield ([images, labels, normals], weights), [lanes, size, ...]. Guarantee: fixed shapes; padding weighs 0."""
-        labels = torch.zeros_like(self._unit_of) if self._labels is None else self._labels
-        groups = [chosen] if lanes == 1 else [chosen[labels[chosen] == lane] for lane in range(lanes)]
-        slots = [assign_slots(group, self._persons, size) for group in groups]
-        slots = [nn.functional.pad(row, (0, max(map(len, slots)) - len(row)), value=-1) for row in slots]
-        for index in torch.stack(slots).split(size, 1):
-            occupied, record = index >= 0, index.clamp_min(0)
-            records = [self._pixels(index), torch.where(occupied, labels[record], 0).to(self.device)]
-            if normals:
-                records.append(self._normals(index, math.prod(normals)).reshape(lanes, size, *normals))
-            yield records, torch.where(occupied, self._weights[record], 0.0).to(self.device)
-
-    def _pixels(self, index: Tensor) -> Tensor:
-        """Return float images, with uint8 scaled to [-1, 1], and zeros for the index -1."""
-        images: Tensor = self._images[index.clamp_min(0).to(self._images.device)].to(self.device)
-        images = images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
-        empty = (index < 0).reshape(*index.shape, *(1 for _ in images.shape[index.ndim :]))
-        return images.masked_fill_(empty.to(self.device), 0)
-
-    def _normals(self, index: Tensor, count: int) -> Tensor:
-        """Return standard normal numbers for each slot of a batch. Guarantee: independent of everything else."""
-        return standard_normals(index.numel(), count, self.device)
+        self._set_units(persons, most)
 
     def _open_ledger(self, facts: dict[str, Any]) -> None:
         """Write the first line. Guarantee: raises if a resumed ledger was opened for another plan or other facts."""
@@ -425,8 +351,7 @@ class Vault:
         return {name: getattr(release, name) for name in fields} | {"noise": ["fast", "secure"][self._secure(release)]}
 
     def _secure(self, release: Release) -> bool:
-        """Return whether a release has discrete noise: only releases made once, as it is slow."""
-        return self.secure and release.times == 1
+        return self.secure and release.times == 1  # discrete noise only for releases made once, as it is slow
 
     def _planned(self, name: str) -> Release:
         if name not in (names := [release.name for release in self.plan.releases]):
@@ -438,9 +363,9 @@ class Vault:
 
     @property
     def _margin(self) -> float:
-        """Bound, in clipping norms, on the rounding that changes when one unit moves to other slots, in all classes."""
+        """Bound, in clipping norms, on the rounding that changes when units of total weight 1 (2) take other slots."""
         first, after_map = POSITION_MARGIN.get(self.device.type, (1e-2, 2e-2))
-        return (first + (self._passes - 1) * after_map) * math.sqrt(min(self._cap, len(self.classes)))
+        return (first + (self._passes - 1) * after_map) * (1 if self._cap == 1 else 2)
 
     def _void(self, reason: str) -> None:
         """Void the guarantee. Guarantee: on disk when this returns, for this run and for the data set's budget."""
@@ -478,20 +403,3 @@ class Vault:
 
 def _ones(images: Tensor) -> Tensor:
     return images.new_ones(len(images), 1)
-
-
-def _accelerate(performance: Any, run: Function) -> Any:
-    return run if performance is None else performance.accelerate(run)
-
-
-def _check_labels(labels: Tensor | None, records: int, classes: int) -> Tensor | None:
-    """Return a copy of valid labels. Guarantee: each record is in exactly one class, so in one block of a sum."""
-    if labels is None and classes != 1:
-        raise ValueError(f"there are {classes} classes but no labels")
-    if labels is None:
-        return None
-    if labels.dtype != torch.int64 or labels.shape != (records,):
-        raise ValueError("labels must be int64, one for each image")
-    if records and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-        raise ValueError(f"labels must lie between 0 and {classes - 1}")
-    return labels.detach().cpu().clone()

@@ -85,7 +85,7 @@ def test_an_edited_or_copied_signature_fails(certificate: Certificate, key: Path
 
 
 def test_changing_the_content_removes_the_signature(certificate: Certificate, key: Path, tmp_path: Path) -> None:
-    assert certificate.signed(key).covering(tmp_path).signature is None
+    assert certificate.signed(key).covering(tmp_path, []).signature is None
     assert certificate.signed(key).derived(tmp_path, []).signature is None
 
 

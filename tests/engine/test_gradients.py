@@ -23,7 +23,7 @@ from sfumato.engine.layers import Call, LayerGradient
 from sfumato.nets.stacked import stacked, unstack
 from sfumato.nets.unet import UNet
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Release
-from sfumato.privacy import vault as module
+from sfumato.privacy import records as module
 from sfumato.testing import check_unit_variance
 
 BOUNDS = {"front": 0.3, "back": 2.0}

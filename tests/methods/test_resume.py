@@ -162,7 +162,7 @@ class Interrupter:
         monkeypatch.setattr(GradientVault, "_drawn", sample)
         monkeypatch.setattr(GradientVault, "_normals", normals)
         for place in ("vault", "sampling"):  # sums are then the same to the bit
-            monkeypatch.setattr(f"sfumato.privacy.{place}.shuffled", lambda index: index, raising=False)
+            monkeypatch.setattr(f"sfumato.privacy.{place}.shuffled", lambda index, *_: index, raising=False)
 
     def _seed(self, more: int) -> int:
         return zlib.crc32(repr((*self._current, more)).encode())

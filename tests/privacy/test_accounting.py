@@ -214,12 +214,14 @@ def test_rdp_is_used_where_delta_is_too_small_for_pld() -> None:
 def test_library_warnings_are_hidden(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
         warnings.simplefilter("always")
+        before = logging.getLogger("absl").level
         bounds([Release("sum", 300, 0.1, 1.25)], 1e-5)
     assert not caught
     assert not caplog.records
+    assert logging.getLogger("absl").level == before  # other programs keep their messages
     # The library does warn for these parameters.
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.25))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="absl"):
         dp_accounting.rdp.RdpAccountant().compose(event, 300)
     assert caplog.records
 

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,10 @@ from sfumato.data import ImageSet
 from sfumato.engine import GradientVault, Performance, calibrate
 from sfumato.nets.stacked import stacked
 from sfumato.privacy import Budget, BudgetExceeded, Ledger, LedgerError, Plan, Release
-from sfumato.privacy import vault as module
+from sfumato.privacy import records as module
 from sfumato.privacy.budget import ADJACENCIES
-from sfumato.privacy.sampling import cap_per_person, poisson_sample, shuffled
+from sfumato.privacy.randomness import host_generator
+from sfumato.privacy.sampling import assign_slots, cap_per_person, person_weights, poisson_sample, shuffled
 from sfumato.privacy.vault import RedactedError
 from sfumato.testing import check_unit_variance
 
@@ -325,7 +327,7 @@ def test_sampled_sums_use_a_fresh_poisson_sample_each_time() -> None:
 
 def test_one_more_record_displaces_one_other() -> None:
     """Check proof 4: a random order of n + 1 records is one of n with one record moved to the end."""
-    orders = {tuple(shuffled(torch.arange(4)).tolist()) for _ in range(2000)}
+    orders = {tuple(shuffled(torch.arange(4), host_generator()).tolist()) for _ in range(2000)}
     assert len(orders) == 24
     made = set()
     for order in {tuple(o for o in longer if o != 3) for longer in orders}:
@@ -334,6 +336,88 @@ def test_one_more_record_displaces_one_other() -> None:
             longer[-1], longer[place] = longer[place], 3
             made.add(tuple(o for o in longer if o != -1))
     assert made == orders
+
+
+def test_records_of_a_person_displace_others_of_little_weight() -> None:
+    """Check proof 4 for persons: m new records take the slots of at most m others, of weights below 2/m."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        sizes = torch.randint(1, 20, (12,), generator=generator)
+        persons = torch.repeat_interleave(torch.arange(12), sizes)
+        everyone = torch.arange(len(persons))
+        weights, groups = person_weights(persons, everyone, 12)
+        new = persons == 11
+        m = int(new.sum())
+        longer = assign_slots(everyone, groups, 4, host_generator())
+        assert sorted(longer[longer >= 0].tolist()) == everyone.tolist()
+        starts = longer.reshape(-1, 4)
+        assert all(len(groups[row[row >= 0]].unique()) <= 1 for row in starts)  # a batch has one group
+        shorter = without(longer, new, groups, 4)
+        before, after = slots_of(shorter, groups), slots_of(longer, groups)
+        moved = [record for record in before if before[record] != after[record]]
+        assert len(moved) <= m
+        assert float(weights[moved].sum()) < 2
+        changed = {after[record][:2] for record in (*moved, *everyone[new].tolist())}
+        assert len(changed | {before[record][:2] for record in moved}) <= 2 * m
+        assert float(weights[new].sum()) == pytest.approx(1)
+
+
+def slots_of(order: torch.Tensor, groups: torch.Tensor, size: int = 4) -> dict[int, tuple[int, int, int]]:
+    """Return group, batch within the group, and slot of each record in an assignment."""
+    found: dict[int, tuple[int, int, int]] = {}
+    seen: Counter[int] = Counter()
+    for batch in order.reshape(-1, size).tolist():
+        group = int(groups[next((record for record in batch if record >= 0), 0)])
+        found |= {record: (group, seen[group], slot) for slot, record in enumerate(batch) if record >= 0}
+        seen[group] += 1
+    return found
+
+
+def without(order: torch.Tensor, new: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the assignment that proof 4 couples with `order` where the new records, all of one group, are missing.
+
+    Old records at positions that exist without the new ones stay; those behind move to the positions of new records.
+    """
+    parts = []
+    for group in groups.unique().tolist():
+        part = order[(order >= 0) & (groups[order.clamp_min(0)] == group)]
+        left = part[~new[part]]
+        if group == groups[new][0]:
+            old, free = part[: len(left)].clone(), part[len(left) :]
+            old[new[old]] = free[~new[free]]
+            left = old
+        if len(left):
+            parts.append(nn.functional.pad(left, (0, -len(left) % size), value=-1))
+    return torch.cat(parts)
+
+
+def test_the_coupled_order_is_uniform() -> None:
+    """Check proof 4: without two new records, a uniform order of five is a uniform order of three."""
+    groups, new = torch.zeros(5, dtype=torch.int64), torch.tensor([False, False, True, False, True])
+    found = Counter(
+        tuple(without(assign_slots(torch.arange(5), groups, 5, host_generator()), new, groups, 3).tolist())
+        for _ in range(3000)
+    )
+    assert set(found) == set(permutations((0, 1, 3)))
+    assert sum((count - 500) ** 2 / 500 for count in found.values()) < 35  # chi-squared with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_replaced_person_has_the_margins_of_two(
+    sums: list[tuple[torch.Tensor, float]], secure: bool, mapped: bool
+) -> None:
+    """A replaced person moves others twice, also where the sum of non-negative rows moves by sqrt(2) only."""
+    data, margins = marked([1, 4, 9]), {}
+    for adjacency in ADJACENCIES:
+        vault = opened(
+            data, Release("x", nonnegative=True), unit="person", adjacency=adjacency, secure=secure, max_per_person=9
+        )
+        (vault.map(pixels) if mapped else vault).sum(pixels, release="x", bound=1.0)
+        norm = math.ceil(2**20 * 4) + 1 if secure else 1.0  # in steps of the grid
+        shift = vault.plan["x"].shift(adjacency)
+        margins[adjacency] = sums[-1][1] * shift - norm * shift
+    assert margins["replace-one"] >= 2 * margins["add-remove"] * (1 - 1e-9) > 0
 
 
 # -- persons ----------------------------------------------------------------------------------------------
