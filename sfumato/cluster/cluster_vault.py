@@ -39,7 +39,7 @@ class ClusterVault(GradientVault):
     """
 
     def _take(self, records: ShardedImages, most: int) -> None:
-        """Number the units. Guarantee: as in `Records._set_units`, over all shards together."""
+        """Number the units. Guarantee: as in `PrivateRecords._set_units`, over all shards together."""
         count, persons = len(records), records.persons
         self._executor, self._labels, self._cap, self._units, groups = records.executor, None, 1, count, None
         units, weights = torch.arange(count), torch.ones(count, dtype=torch.float64)
