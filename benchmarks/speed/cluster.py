@@ -1,6 +1,6 @@
 """A local cluster: images per second of decoding and features with one and two workers, beside this process.
 
-Shards of 250 JPEG files of 256 pixels, read at 32 pixels; the features are a scattering transform, on the GPU if there
+Shards of 75 JPEG files of 256 pixels, read at 32 pixels; the features are a scattering transform, on the GPU if there
 is one. `ratio`: speed relative to this process, in the same run; each worker has one thread. All times are those of a
 cluster that is running; the last row has the time that it needs before, and two workers relative to one.
 """
@@ -26,7 +26,7 @@ from sfumato.cluster import ClusterVault, connect, open_shards
 from sfumato.features.scattering import Scattering
 from sfumato.privacy import Budget, Plan, Release
 
-SHARDS, PER_SHARD, STORED, PIXELS = 8, 250, 256, 32
+SHARDS, PER_SHARD, STORED, PIXELS = 8, 75, 256, 32
 
 
 def write_shards(folder: Path) -> None:

@@ -39,24 +39,26 @@ class ClusterVault(GradientVault):
     """
 
     def _take(self, records: ShardedImages, most: int) -> None:
-        """Number the units. Guarantee: as in `Records._set_units`, over all shards together."""
+        """Number the units. Guarantee: as in `PrivateRecords._set_units`, over all shards together."""
         count, persons = len(records), records.persons
-        self._executor, self._labels, self._cap, self._units, groups = records.executor, None, 1, count, None
-        units, weights = torch.arange(count), torch.ones(count, dtype=torch.float64)
+        self._executor, self._labels, self._cap, self._units = records.executor, None, 1, count
+        owned: tuple[Tensor, ...] = ()
         if self.plan.budget.unit == "person":
             if persons is None or type(most) is not int or most < 1:
                 raise ValueError("the unit is a person: give persons, one number per image, and max_per_person >= 1")
             names, units = persons.unique(return_inverse=True)
             chosen, self._cap, self._units = cap_per_person(units, most), most, len(names)
             every, groups = person_weights(units, chosen, len(names))
-            weights = torch.zeros_like(every).index_copy_(0, chosen, every[chosen])
+            owned = units, torch.zeros_like(every).index_copy_(0, chosen, every[chosen]), groups
         begin, self._entries = 0, list[Entry]()
         for entry in records.entries:
-            part = slice(begin, begin := begin + entry.records)
-            if not entry.records:  # by chance, or all its files were skipped
-                continue
-            own = None if groups is None else groups[part].clone()
-            self._entries.append(replace(entry, units=units[part].clone(), weights=weights[part].clone(), groups=own))
+            part = slice(begin, begin + entry.records)
+            if entry.records:  # some have none by chance, or all their files were skipped
+                own: dict[str, Any] = dict(
+                    zip(("units", "weights", "groups"), (each[part].clone() for each in owned), strict=False)
+                )
+                self._entries.append(replace(entry, first=begin, **own))
+            begin += entry.records
         self._images: Any = Elsewhere(torch.Size((count, *records.shape)))
 
     def unprotected(self, reason: str) -> tuple[Tensor, Tensor | None]:

@@ -48,6 +48,11 @@ QUIET = {
     "RAY_record_task_actor_creation_sites": "false",
     "RAY_task_events_report_interval_ms": "0",  # nothing about tasks is kept for dashboards
 }
+SYSTEM = {  # of a local cluster
+    "automatic_object_spilling_enabled": False,
+    "local_fs_capacity_threshold": 0.0,  # a full store does not overflow to disk either
+    "worker_niceness": 0,  # as the driver: with Ray's default of 15, workers starve beside another program
+}
 STORE_BYTES = 256 << 20  # object store of a local cluster: queries and sums, no images from files
 SHARED_MEMORY = Path("/dev/shm")
 TOKEN = secrets.token_hex(32)  # of local clusters that this process starts
@@ -153,7 +158,7 @@ class RayCluster:
                 "num_cpus": workers or usable_cores(),
                 "include_dashboard": False,
                 "object_store_memory": store,
-                "_system_config": {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0},
+                "_system_config": SYSTEM,
             }
         else:
             options["address"] = address

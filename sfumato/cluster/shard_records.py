@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sfumato.data.storage import FileRows, Spool
 from sfumato.privacy.accounting import Release
-from sfumato.privacy.records import Records
+from sfumato.privacy.records import PrivateRecords
 from sfumato.privacy.sampling import assign_slots
 from sfumato.privacy.tracing import per_record
 
@@ -39,7 +39,7 @@ def keyed_uniforms(key: bytes, units: Tensor) -> Tensor:
     return table[which, units % BLOCK]
 
 
-class ShardRecords(Records):
+class ShardRecords(PrivateRecords):
     """The records of a shard.
 
     - pixels: images or mapped rows; labels: int64 or None.

@@ -47,7 +47,8 @@ class Entry:
     """A shard of the manifest as the workers need it; private.
 
     - owner: identifies the image set; several may be on the same workers.
-    - units, weights, groups: of each record, see `ShardRecords`; None before they are known.
+    - first: number of the first record in the whole set.
+    - units, weights, groups: of each record, see `ShardRecords`; None if each image is a unit, of weight 1.
     """
 
     owner: str
@@ -57,6 +58,7 @@ class Entry:
     on_error: OnError
     sha256: str | None = None
     records: int = 0
+    first: int = 0
     units: Tensor | None = None
     weights: Tensor | None = None
     groups: Tensor | None = None
@@ -149,7 +151,9 @@ class Worker:
 
         def load() -> Loaded:
             held = self._hold(entry)
-            found, held.decoded = held.decoded, replace(held.decoded, persons=None)  # names are needed once
+            found = held.decoded
+            labels = None if found.labels is None else found.labels.to(torch.int32)
+            held.decoded = replace(found, persons=None, labels=labels)  # names are needed once
             shape, count = tuple(found.pixels.shape[1:]), len(found.pixels)
             facts = found.labels, found.persons, found.classes, found.skipped
             return Loaded(entry.number, found.sha256, count, shape, *facts)
@@ -235,10 +239,13 @@ class Worker:
         return held.mapped[last.identity]
 
     def _records(self, rows: FileRows, entry: Entry, held: _Held, key: bytes, device: torch.device) -> ShardRecords:
-        if entry.units is None or entry.weights is None or len(entry.units) != len(rows):
+        if entry.records != len(rows):
             raise MissingShard(entry.shard.name, "has another number of records than the manifest")
-        labels = held.decoded.labels
-        return ShardRecords(rows, labels, entry.units, entry.weights, entry.groups, entry.number, key, device)
+        labels = None if held.decoded.labels is None else held.decoded.labels.long()
+        units, weights = entry.units, entry.weights
+        if units is None or weights is None:
+            units, weights = entry.first + torch.arange(len(rows)), torch.ones(len(rows), dtype=torch.float64)
+        return ShardRecords(rows, labels, units, weights, entry.groups, entry.number, key, device)
 
     def _safely(self, entry: Entry, compute: Callable[[], Any], loading: bool = False) -> Any:
         """Return the result, or a `Failure`.

@@ -35,7 +35,7 @@ class Query:
     fast: Any = None
 
 
-class Records:
+class PrivateRecords:
     """Images [N, ...], labels [N] or None, and the unit of privacy that each record belongs to."""
 
     device: torch.device

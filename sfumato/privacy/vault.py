@@ -30,7 +30,7 @@ from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.clipping import Groups, clip, clipped_sum
 from sfumato.privacy.ledger import Ledger, LedgerError, digest
 from sfumato.privacy.mechanisms import add_discrete_gaussian, add_gaussian
-from sfumato.privacy.records import Query, Records, check_labels
+from sfumato.privacy.records import PrivateRecords, Query, check_labels
 from sfumato.privacy.tracing import PROBES, check_on_probes, check_same_rows, per_record, probe_records, trace
 
 Function = Callable[..., Any]
@@ -43,7 +43,7 @@ class RedactedError(RuntimeError):
     """A computation on private images failed. The original message is withheld: it could contain pixel values."""
 
 
-class Vault(Records):
+class Vault(PrivateRecords):
     """Private records that answer noised queries under a plan.
 
     - records: has `images` uint8 or float [N, C, H, W], `labels` int64 [N] or None, public `classes`, [`persons` [N]].
