@@ -169,7 +169,7 @@ def find_shards(source: Any, reading: Reading, seed: int) -> list[Shard]:
 
 def split_images(images: ImageSet, seed: int, name: str = "images") -> list[Shard]:
     """Return the shards of images in memory."""
-    nothing = Listing([], 0, None if images.labels is None else images.labels[:0], images.classes)
+    nothing = Listing([], 0, None if images.labels is None else images.labels[:0], tuple(images.classes))
     nothing = nothing if images.persons is None else replace(nothing, persons=[])
     shards: list[Shard] = []
     for number, part in enumerate(_divide(len(images), seed)):
