@@ -47,10 +47,13 @@ def test_an_output_folder_is_checked(tmp_path: Path) -> None:
 def test_a_finished_run_is_resumed_with_its_own_settings_only(few_digits: ImageSet, tmp_path: Path) -> None:
     options: dict[str, Any] = {"features": 50, "steps": 2, "batch_size": 20, "device": "cpu"}
     synthesize(sf.create("dp-merf", epsilon=3.0, **options), few_digits, tmp_path / "run", number=20)
+    (tmp_path / "run" / "scans.json").write_text("private")  # a file of somebody else is not certified
     again = synthesize(
         sf.create("dp-merf", epsilon=3.0, **options), few_digits, tmp_path / "run", number=30, resume=True
     )
     assert again.number == 30
+    assert "scans.json" not in again.certificate.outputs
+    assert sf.verify(tmp_path / "run" / "certificate.json").uncovered == ["scans.json"]
     budget = tmp_path / "b.budget"
     DatasetBudget.open(budget, 10.0, 1e-5)
     for model, given, message in (
