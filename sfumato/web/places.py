@@ -15,7 +15,7 @@ MAX_ENTRIES = 500  # of a folder that are shown
 
 
 @dataclass(frozen=True)
-class Entry:
+class FolderEntry:
     """A folder or file that can be chosen: its name, its path below the root, and whether it can be opened."""
 
     name: str
@@ -53,7 +53,7 @@ class Places:
         """Return the name of a path below the root, for people and links."""
         return path.relative_to(self.root).as_posix()
 
-    def entries(self, folder: Path) -> list[Entry]:
+    def entries(self, folder: Path) -> list[FolderEntry]:
         """List the folders and data files in a folder, at most `MAX_ENTRIES`."""
         try:
             children = sorted(folder.iterdir())
@@ -63,7 +63,9 @@ class Places:
         for child in children:
             usable = child.is_dir() or child.suffix.lower() in FILE_SUFFIXES
             if child.name[0] != "." and usable and self._allowed(child.resolve()):
-                found.append(Entry(child.name, (folder / child.name).relative_to(self.root).as_posix(), child.is_dir()))
+                found.append(
+                    FolderEntry(child.name, (folder / child.name).relative_to(self.root).as_posix(), child.is_dir())
+                )
         return found[:MAX_ENTRIES]
 
     def check_links(self, path: Path) -> None:

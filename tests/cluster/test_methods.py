@@ -25,7 +25,7 @@ SLOW = [pytest.param(key, marks=pytest.mark.slow) for key in ("dp-diffusion", "d
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "RECORDS", 25)
+    monkeypatch.setattr(shards_module, "SHARDS", 4)
 
 
 @pytest.mark.parametrize("key", ["atelier", "dp-lflow", "pge", "ndpdc", *SLOW])

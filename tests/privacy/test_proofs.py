@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("proofs.md", "limitations.md", "persons.md")]
-MODULES = ("privacy", "engine", "cluster", "certificate")
+MODULES = ("data", "privacy", "engine", "cluster", "certificate")
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
