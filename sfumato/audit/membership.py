@@ -39,7 +39,6 @@ from sfumato.features.copy_detector import SMALLEST, load_copy_detector
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 COMPONENTS = 16  # of features, for densities
 SHOWN = 12
-COPY = 1e-6  # distance in features of images that are the same
 BLOCK = 500  # images that are attacked at a time
 MAX_SYNTHETIC, MAX_REFERENCE = 20_000, 2_000
 PROBED, OPERATIONS = 32, 2e9  # images, and multiplications per second, for the estimate of the cost
@@ -303,9 +302,9 @@ class _World:
 
     def attack(self, start: int, paired: int) -> _Block | None:
         """Return the scores of a block of images, None after the last; `paired` is how many of both worlds it has."""
-        targets = self.images.subset(range(start, min(start + BLOCK, len(self.images))))
-        if not len(targets):
+        if start >= len(self.images):
             return None
+        targets = self.images.subset(range(start, min(start + BLOCK, len(self.images))))
         distances = self.attacker.distances(targets)
         scores = {name: self.attacker.score(name, targets) for name in self.attacker.names if name != "nearest"}
         first = distances[: max(paired, 1)]
@@ -354,19 +353,25 @@ def _memorisation(synthetic: ImageSet, worlds: tuple[_World, _World], confidence
     closer = _share(np.where(nearer, index, size + other), nearer, 2 * size, confidence)
     order = np.argsort(to_train / np.maximum(to_held_out, 1e-12))[:SHOWN]
     train = worlds[0].images
+    known = {image.numpy().tobytes() for image in train.images[: len(worlds[0].scores("nearest"))]}
     return {
         "closer_to_training": asdict(closer),
         "memorises": closer.low > 0.5,
         "compared_with": size,
-        "copies": int((to_train < COPY).sum()),
+        "copies": sum(image.numpy().tobytes() in known for image in synthetic.images),
         "pairs": ImageSet(torch.cat([synthetic.images[order], train.images[index[order]]])),
     }
 
 
-def write_private(folder: Path, found: ReleaseAudit, synthetic: str) -> Path:
-    """Write results about private images to `folder`, which must not be part of a folder that is shared."""
+def check_private(folder: Path) -> None:
+    """Raise if results about private images would be part of a folder that is shared."""
     if any((parent / "certificate.json").exists() for parent in folder.resolve().parents):
         raise DataError(f"{folder} lies in a folder that is meant to be shared; choose another one (--out)")
+
+
+def write_private(folder: Path, found: ReleaseAudit, synthetic: str) -> Path:
+    """Write results about private images to `folder`, which must not be part of a folder that is shared."""
+    check_private(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contact_sheet(found.memory["pairs"], folder / "most_similar.png", per_class=2 * SHOWN)
     write_json(folder / "membership.json", {"synthetic": synthetic, **found.to_dict()})
