@@ -77,8 +77,8 @@ def trials() -> str:
                     numbers = f"2 × {found['trials']:,}", f"{found['ceiling']:.2f}", f"{found['limit']:.2f}"
                     rows.append([f"`{method}`", job, f"{epsilon:g}", bounds_of(found), *numbers])
     note = (
-        "No assumption / Gaussian. The ceiling: what a perfect attack would show without an assumption. The last column "
-        "is an estimate, not a bound: what any number of trials would show at the error rates of this attack."
+        "No assumption / Gaussian. The ceiling: what a perfect attack would show without an assumption. The last "
+        "column is an estimate, not a bound: what any number of trials would show at the error rates of this attack."
     )
     header = ["", "attack", "claim", "lower bound", "counted trials", "ceiling", "with more trials, about"]
     return f"{markdown(header, rows)}\n\n{source(note, 'audit', seeds=False)}"
@@ -109,8 +109,8 @@ def faults() -> str:
             rows.append([f"`{name}`", found["what"], f"`{row['method']}`", rules, bound, ", ".join(seen)])
     rows.sort(key=lambda line: bool(line[-2]))  # those that a lower bound shows, too, at the end
     note = (
-        "Claim: ε = 1. White box: lower bounds, without an assumption / for a Gaussian mechanism. Images alone: without "
-        "an assumption, and in which method."
+        "Claim: ε = 1. White box: lower bounds, without an assumption / for a Gaussian mechanism. Images alone: "
+        "without an assumption, and in which method."
     )
     text = markdown(["fault", "what it does", "in", "found by rule", "white box", "images alone"], rows)
     return f"{text}\n\n{source(note, 'audit', seeds=False)}"
@@ -128,8 +128,9 @@ def one_run() -> str:
                 name = f"`{row['method']}`{planted}, ε = {row['epsilon']:g}, {title}"
                 rows.append([name, *(cells.get(attack, "") for attack in ATTACKS)])
     note = (
-        "AUROC with half the width of its interval, 0.5 is guessing; then the one-run bound on ε without an assumption. "
-        "Intervals and bounds of a row hold together with 95 % confidence. Empty: no detail, or no shadow runs."
+        "AUROC with half the width of its interval, 0.5 is guessing; then the one-run bound on ε without an "
+        "assumption. Intervals and bounds of a row hold together with 95 % confidence. Empty: no detail, or no shadow "
+        "runs."
     )
     return f"{markdown(['', *ATTACKS], rows)}\n\n{source(note, 'audit', seeds=False)}"
 

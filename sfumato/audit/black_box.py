@@ -38,9 +38,13 @@ Advance = Callable[[int, int], None]
 
 @dataclass
 class Runs:
-    """Summaries of the images of whole runs in both worlds, [3] each, and the plan of the method."""
+    """Summaries of the images of whole runs in both worlds, [3] each, and the plan of the method.
+
+    - certified: whether the method has a guarantee: its noise is that of the plan, and is not drawn from its seed.
+    """
 
     plan: Plan
+    certified: bool
     present: list[Array] = field(default_factory=list)
     absent: list[Array] = field(default_factory=list)
     interrupted: bool = False
@@ -58,7 +62,7 @@ class Runs:
 
     def bounds(self, confidence: float = CONFIDENCE) -> LowerBounds:
         """Return lower bounds on epsilon; `gaussian` for methods with noised releases only."""
-        releases = self.plan.releases if self.plan.budget.private and self.plan.releases else None
+        releases = self.plan.releases if self.certified and self.plan.budget.private else None
         delta, adjacency = self.plan.budget.delta, self.plan.budget.adjacency
         return lower_bounds(*self.scores(), delta=delta, confidence=confidence, releases=releases, adjacency=adjacency)
 
@@ -79,14 +83,14 @@ def distinguish(
     - seconds: no further run is started after this time. Ctrl-C ends the audit and keeps what was counted.
     """
     model, canaries, started = make(), pair.canaries, time.monotonic()
-    found = Runs(model.plan(model.public_facts(pair.with_unit)))
+    found = Runs(model.plan(model.public_facts(pair.with_unit)), model.guarantee != "none")
     try:
         for number in range(runs):
             if len(found.absent) >= FEWEST and time.monotonic() - started > seconds:
                 found.interrupted = True
                 break
             worlds = [
-                summary(make(seed=0 if found.plan.releases else 2 * number + world).fit(part), canaries)
+                summary(make(seed=0 if found.certified else 2 * number + world).fit(part), canaries)
                 for world, part in enumerate((pair.with_unit, pair.without))
             ]
             found.present.append(worlds[0])
@@ -263,8 +267,9 @@ def audit_one_run(
     total, each = len(planned) + shadows, 1 - (1 - confidence) / len(planned)
     used, plan = game.included.numpy(), model.plan(model.public_)
     # A Poisson-sampled Gaussian has another trade-off curve, for which this form is not valid.
-    gaussian = plan.budget.private and bool(plan.releases) and all(r.sampling_prob == 1 for r in plan.releases)
-    certified = plan.epsilon if plan.releases and math.isfinite(plan.epsilon) else None
+    sound = model.guarantee != "none" and plan.budget.private
+    gaussian = sound and all(release.sampling_prob == 1 for release in plan.releases)
+    certified = plan.epsilon if sound else None
     perfect = one_run(used.astype(float), used, delta=model.delta, confidence=each)
     found, targets, scores = OneRunAudit([], planned, certified, confidence, perfect), game.canaries, dict[str, Array]()
 

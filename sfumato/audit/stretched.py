@@ -1,8 +1,8 @@
 """Canaries in feature and gradient space: the rows of one unit are as long as the clipping norm allows.
 
 A real image may have features or gradients below the clipping norm; then an audit with it cannot come close to
-epsilon, and would miss a fault of the clipping. Here the vault itself computes the rows of the canary a million times
-longer, before it clips them. The direction is that of the image's own row. Sampling, clipping, sums, noise and charges
+epsilon, and would miss a fault of the clipping. Here the rows of the canary are a thousand times longer or more, before
+the vault clips them. The direction is that of the image's own row. Sampling, clipping, sums, noise and charges
 are those of the vault under audit, and the guarantee holds for whatever the rows are.
 """
 

@@ -103,7 +103,7 @@ def test_runs_of_a_private_method_have_one_seed_and_others_do_not() -> None:
             found.append(params.get("seed", -1))
             return small(key, secure=False)(**params)
 
-        distinguish(make, neighbours("outlier"), runs=2)
+        distinguish(make, neighbours("duplicate"), runs=2)
     assert seeds == {"ldpdc": [-1, 0, 0, 0, 0], "dm": [-1, 0, 1, 2, 3]}
 
 
@@ -111,7 +111,7 @@ def test_the_score_is_learned_from_runs_that_are_not_counted() -> None:
     """Only one of three features tells; and what the counted runs look like does not change the score."""
     rng = np.random.default_rng(0)
     model = small("ldpdc", secure=False)()
-    runs = module.Runs(model.plan(model.public_facts(neighbours("outlier").with_unit)))
+    runs = module.Runs(model.plan(model.public_facts(neighbours("outlier").with_unit)), True)
     runs.present = list(rng.standard_normal((400, 3)) * [1, 5, 100] + [0, 10, 0])
     runs.absent = list(rng.standard_normal((400, 3)) * [1, 5, 100])
     present, absent = runs.scores()

@@ -92,9 +92,9 @@ def test_gradients_of_the_worst_case_are_as_long_as_the_bound() -> None:
     """A real image's gradient may be short; the canary's is stretched, and then clipped by the vault."""
     lengths = {}
     for kind in ("outlier", "worst-case"):
-        pairs = zip(*exact_sums(small(SmallClassifier, steps=12), neighbours(kind), seed=0), strict=True)
+        pairs = zip(*exact_sums(small(SmallClassifier, epsilon=1.0), neighbours(kind), seed=0), strict=True)
         lengths[kind] = [float((a.exact - b.exact).norm()) / a.sensitivity for a, b in pairs]
-    assert lengths["worst-case"] == pytest.approx([1.0] * 12, abs=2e-3)
+    assert lengths["worst-case"] == pytest.approx([1.0] * 50, abs=2e-3)
     assert min(lengths["outlier"]) < 0.9
 
 
