@@ -284,7 +284,7 @@ def audit_release(
 
 
 @dataclass
-class _Block:
+class _Scored:
     """Scores of some images by attack; for each synthetic image the nearest of the first `paired`: distance, index."""
 
     scores: dict[str, Array]
@@ -298,9 +298,9 @@ class _World:
 
     attacker: Attacker
     images: ImageSet
-    blocks: list[_Block] = field(default_factory=list)
+    blocks: list[_Scored] = field(default_factory=list)
 
-    def attack(self, start: int, paired: int) -> _Block | None:
+    def attack(self, start: int, paired: int) -> _Scored | None:
         """Return the scores of a block of images, None after the last; `paired` is how many of both worlds it has."""
         if start >= len(self.images):
             return None
@@ -308,7 +308,7 @@ class _World:
         distances = self.attacker.distances(targets)
         scores = {name: self.attacker.score(name, targets) for name in self.attacker.names if name != "nearest"}
         first = distances[: max(paired, 1)]
-        return _Block({"nearest": -distances.min(1), **scores}, (first.min(0), start + first.argmin(0)), paired)
+        return _Scored({"nearest": -distances.min(1), **scores}, (first.min(0), start + first.argmin(0)), paired)
 
     def scores(self, name: str) -> Array:
         return np.concatenate([block.scores[name] for block in self.blocks])
