@@ -39,7 +39,7 @@ RUNS = {  # black box
     **{"pge": 24, "dp-diffusion": 24, "atelier": 24, "dp-kernel-as-published": 120, "pge-as-published": 24},
 }
 FAULT_RUNS = 60
-CANARIES, PERSONS, SHADOWS = 500, 150, 2
+CANARIES, PERSONS, SHADOWS = 500, 140, 2
 ONE_RELEASE = {"images_per_class": 1, "sampling_prob": 1.0}
 TELLING: dict[str, dict[str, Any]] = {  # settings for the black box
     "ldpdc": ONE_RELEASE,
