@@ -107,6 +107,8 @@ def test_references_are_audited(run: Any) -> None:
         (("dp-merf", "--fault", "typo"), "there is no fault 'typo'"),
         (("ndpdc", "--fault", "exact-counts"), "is planted in dp-merf"),
         (("dp-merf", "--train", "digits"), "give both --train and --held-out"),
+        (("gaussian", "--canaries", "100"), "--canaries audits a method"),
+        (("dp-merf", "--canaries", "1000"), "need at least 2000 images"),
         (("dp-merf", "--epsilon", "-1"), "epsilon must be greater than 0"),
     ],
 )
@@ -129,6 +131,25 @@ def test_ctrl_c_reports_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("ended early" in note for note in report.notes)
 
 
+def test_canaries_are_hidden_in_one_run(run: Any, tmp_path: Path, digits: ImageSet) -> None:
+    images = save_images(digits.subset(range(600)), tmp_path / "own.npz")
+    settings = ("--set", "images_per_class=200", "--set", "sampling_prob=0.002", "--images", images)
+    status, out, err = run("dpmix", "--canaries", "250", *settings, "--fault", "no-noise", "--out", tmp_path / "found")
+    assert status == 1
+    assert "about" in err
+    assert "the claim is violated: epsilon is at least" in out
+    content = json.loads((tmp_path / "found" / "audit.json").read_text())
+    assert content["violated"]
+    assert content["fault"] == "no-noise"
+    assert content["canaries"] == 250
+    status, out, _ = run("dpmix", "--canaries", "20", "--per-person", "5", "--no-detail", *settings, "--json")
+    assert status == 0
+    content = json.loads(out)
+    assert content["per_person"] == 5
+    assert {each["name"] for each in content["attacks"]} == {"nearest", "density", "loss"}
+    assert not content["violated"]
+
+
 def test_the_cost_grows_with_the_trials_and_is_bounded() -> None:
     few, many = (estimate_seconds("dp-merf", AuditOptions(trials=n, seconds=1e9)) for n in (1000, 10**8))
     assert many > few
@@ -145,5 +166,7 @@ def test_released_images_are_attacked_for_the_owner_only(run: Any, tmp_path: Pat
     assert "do not share it" in err
     content = json.loads((tmp_path / "mine" / "private" / "membership.json").read_text())
     assert content["memorisation"]["copies"] == 150
+    assert "attacked: 200 of 200 training and 150 held-out images" in " ".join(out.split())
+    assert "about" in err  # the cost, beforehand
     status, out, _ = run(paths["shared"], *options, "--json")
     assert json.loads(out) == {"private": str(tmp_path / "mine" / "private" / "membership.json")}

@@ -2,7 +2,7 @@
 
 from sfumato.audit.black_box import audit_one_run, distinguish, new_game
 from sfumato.audit.mechanism import audit_mechanism
-from sfumato.audit.membership import attacks, memorisation
+from sfumato.audit.membership import audit_release
 from sfumato.audit.method_audit import AuditOptions, AuditReport, audit_method
 from sfumato.audit.published import audit_published
 from sfumato.audit.small_settings import small
@@ -11,14 +11,13 @@ from sfumato.audit.structural import check_structure
 __all__ = [
     "AuditOptions",
     "AuditReport",
-    "attacks",
     "audit_mechanism",
     "audit_method",
     "audit_one_run",
     "audit_published",
+    "audit_release",
     "check_structure",
     "distinguish",
-    "memorisation",
     "new_game",
     "small",
 ]

@@ -1,9 +1,9 @@
 """Black-box audits: the attacker sees synthetic images only.
 
-`distinguish` repeats whole runs on two neighbouring sets and asks the images which set it was. `one_run` hides many
-canaries in one set of the auditor's own images, each by a fair coin, and asks the images of a single run which ones
-were used. A canary is an ordinary image with a rare, learnable detail (or a person's worth of them); without details,
-the canaries are a random half of the images.
+`distinguish` repeats whole runs on two neighbouring sets and asks the images which set it was. `audit_one_run` hides
+many canaries in one set of the auditor's own images, each by a fair coin, and asks the images of a single run which
+ones were used. A canary is an ordinary image with a rare, learnable detail (or a person's worth of them); without
+details, the canaries are a random part of the images.
 
 We know of no published audit of synthetic images alone. These attacks are simple, and private methods blur single
 images, so their lower bounds are small: read `power`.
@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.audit import membership
-from sfumato.audit.lower_bounds import CONFIDENCE, Array, LowerBounds, lower_bounds, one_run, one_run_gaussian
-from sfumato.audit.membership import Attack, attack
+from sfumato.audit.lower_bounds import CONFIDENCE, Array, LowerBounds, lower_bounds, one_run, one_run_gaussian, selected
+from sfumato.audit.membership import Attack, Attacker, attack, calibrated
 from sfumato.audit.neighbours import Neighbours
 from sfumato.audit.small_settings import Make
 from sfumato.data import ImageSet
 from sfumato.methods.base import Synthesizer
 from sfumato.privacy import Plan
 
-SAMPLES = 64  # synthetic images of a run that the attacker sees, of the class of the canary
+SAMPLES = 32  # synthetic images of each class that the attacker sees of a run
+RIDGE = 0.3  # of the linear discriminant, for features of variance 1
+FEWEST = 8  # runs in each world for a bound
 MARK = 3  # side of the detail, in pixels
 
 Advance = Callable[[int, int], None]
@@ -37,20 +38,33 @@ Advance = Callable[[int, int], None]
 
 @dataclass
 class Runs:
-    """Scores of whole runs in both worlds, and the plan of the method."""
+    """Summaries of the images of whole runs in both worlds, [3] each, and the plan of the method.
+
+    - certified: whether the method has a guarantee: its noise is that of the plan, and is not drawn from its seed.
+    """
 
     plan: Plan
-    present: list[float] = field(default_factory=list)
-    absent: list[float] = field(default_factory=list)
+    certified: bool
+    present: list[Array] = field(default_factory=list)
+    absent: list[Array] = field(default_factory=list)
     interrupted: bool = False
+
+    def scores(self) -> tuple[Array, Array]:
+        """Return a score of each run in each world: a linear discriminant of the first runs, which are not counted."""
+        rows = [np.stack(part) for part in (self.present, self.absent)]
+        first = [part[: selected(len(part))] for part in rows]
+        middle, scale = np.concatenate(first).mean(0), np.concatenate(first).std(0) + 1e-9
+        means = [((part - middle) / scale).mean(0) for part in first]
+        within = np.concatenate([(part - middle) / scale - mean for part, mean in zip(first, means, strict=True)])
+        covariance = within.T @ within / len(within) + RIDGE * np.eye(len(middle))
+        direction = np.linalg.solve(covariance, means[0] - means[1]) / scale
+        return rows[0] @ direction, rows[1] @ direction
 
     def bounds(self, confidence: float = CONFIDENCE) -> LowerBounds:
         """Return lower bounds on epsilon; `gaussian` for methods with noised releases only."""
-        releases = self.plan.releases if self.plan.budget.private else None
+        releases = self.plan.releases if self.certified and self.plan.budget.private else None
         delta, adjacency = self.plan.budget.delta, self.plan.budget.adjacency
-        return lower_bounds(
-            self.present, self.absent, delta=delta, confidence=confidence, releases=releases, adjacency=adjacency
-        )
+        return lower_bounds(*self.scores(), delta=delta, confidence=confidence, releases=releases, adjacency=adjacency)
 
 
 def distinguish(
@@ -61,44 +75,53 @@ def distinguish(
     seconds: float = math.inf,
     advance: Advance = lambda *_: None,
 ) -> Runs:
-    """Fit a method `runs` times on each of two neighbouring sets, each time with another seed, and score its images.
+    """Fit a method `runs` times on each of two neighbouring sets, and summarise its images.
+
+    The attacker knows the seed, which is public, so it is the same in all runs; the noise is not drawn from it. Forms
+    that draw their noise from the seed (those without a guarantee) get another one in each run.
 
     - seconds: no further run is started after this time. Ctrl-C ends the audit and keeps what was counted.
     """
     model, canaries, started = make(), pair.canaries, time.monotonic()
-    found = Runs(model.plan(model.public_facts(pair.with_unit)))
+    found = Runs(model.plan(model.public_facts(pair.with_unit)), model.guarantee != "none")
     try:
         for number in range(runs):
-            if len(found.absent) >= 8 and time.monotonic() - started > seconds:
+            if len(found.absent) >= FEWEST and time.monotonic() - started > seconds:
                 found.interrupted = True
                 break
-            scores = [
-                resemblance(make(seed=2 * number + world).fit(part), canaries, seed=number)
+            worlds = [
+                summary(make(seed=0 if found.certified else 2 * number + world).fit(part), canaries)
                 for world, part in enumerate((pair.with_unit, pair.without))
             ]
-            found.present.append(scores[0])
-            found.absent.append(scores[1])
+            found.present.append(worlds[0])
+            found.absent.append(worlds[1])
             advance(number + 1, runs)
     except KeyboardInterrupt:
-        if len(found.absent) < 8:
+        if len(found.absent) < FEWEST:
             raise
         found.interrupted = True
     return found
 
 
-def resemblance(model: Synthesizer, canaries: ImageSet, *, seed: int = 0) -> float:
-    """Return the mean correlation of synthetic images with the canary, in the class of the canary."""
-    label = None if canaries.labels is None else int(canaries.labels[0])
+def summary(model: Synthesizer, canaries: ImageSet) -> Array:
+    """Return what synthetic images say about the canary, [3].
+
+    How close the mean image of its class is to it, the projection of the mean of all images on it, and the contrast of
+    the mean image of its class.
+    """
+    classes, label = len(model.public_.classes), 0 if canaries.labels is None else int(canaries.labels[0])
     if (most := model.max_samples(model.public_)) is None:
-        synthetic = model.sample(SAMPLES, labels=label, seed=seed)
+        labels = None if classes == 1 else [c for c in range(classes) for _ in range(SAMPLES)]
+        synthetic = model.sample(SAMPLES * classes, labels=labels, seed=0)
     else:  # a condensed set
-        synthetic = model.sample(most, seed=seed)
-        if label is not None and synthetic.labels is not None and bool((synthetic.labels == label).any()):
-            synthetic = synthetic.subset(synthetic.labels == label)
-    made = synthetic.images.double().flatten(1).mean(0)
-    wanted = canaries.images.double().flatten(1).mean(0)
-    made, wanted = made - made.mean(), wanted - wanted.mean()
-    return float(made @ wanted / (made.norm() * wanted.norm()).clamp_min(1e-9))
+        synthetic = model.sample(most, seed=0)
+    pixels = synthetic.images.double().flatten(1) / 127.5 - 1
+    own = pixels if synthetic.labels is None else pixels[synthetic.labels == label]
+    mean = (own if len(own) else pixels).mean(0)
+    wanted = (canaries.images.double().flatten(1) / 127.5 - 1).mean(0)
+    centred = wanted - wanted.mean()
+    found = -(mean - wanted).norm(), pixels.mean(0) @ centred, (mean - mean.mean()).norm()
+    return torch.stack(found).numpy()
 
 
 @dataclass(frozen=True)
@@ -170,6 +193,11 @@ class OneRun:
     one_run_gaussian: float | None
 
     @property
+    def bound(self) -> float:
+        """The bound to report: `one_run_gaussian` where it applies."""
+        return self.one_run if self.one_run_gaussian is None else self.one_run_gaussian
+
+    @property
     def power(self) -> str:
         """What a small bound means here."""
         if self.attack.detects:
@@ -182,64 +210,123 @@ class OneRun:
         return {**self.attack.to_dict(), **bounds, "power": self.power}
 
 
+@dataclass
+class OneRunAudit:
+    """What all attacks found in the images of one run.
+
+    - planned: attacks that were meant to be made; fixed before, so that the bounds of all hold together.
+    - ceiling: what `one_run` would give if every guess were right.
+    """
+
+    results: list[OneRun]
+    planned: tuple[str, ...]
+    certified: float | None
+    confidence: float
+    ceiling: float
+    interrupted: bool = False
+
+    @property
+    def bound(self) -> float:
+        """The largest bound. All hold together with `confidence`, so this one does."""
+        return max((each.bound for each in self.results), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "certified": self.certified,
+            "bound": round(self.bound, 4),
+            "ceiling": round(self.ceiling, 4),
+            "confidence": self.confidence,
+            "attacks": [each.to_dict() for each in self.results],
+            "interrupted": self.interrupted,
+        }
+
+
 def audit_one_run(
-    make: Make, game: Game, *, shadows: int = 0, confidence: float = CONFIDENCE, advance: Advance = lambda *_: None
-) -> list[OneRun]:
+    make: Make,
+    game: Game,
+    *,
+    shadows: int = 0,
+    seconds: float = math.inf,
+    confidence: float = CONFIDENCE,
+    advance: Advance = lambda *_: None,
+) -> OneRunAudit:
     """Fit a method once on a game, draw images, and let each attack guess which canaries were used.
 
     - shadows: further runs with fresh coins, which calibrate the classifier's loss (LiRA); default 0.
+    - seconds: no attack and no shadow run is started after this time. Ctrl-C, too, keeps the attacks that are done.
 
-    The bounds are valid one by one at `confidence`; do not report the largest of several attacks.
+    The bounds and intervals of all attacks hold together with `confidence` (Bonferroni).
     """
     if shadows and not game.images.labelled:
         raise ValueError("shadow runs calibrate the loss of a classifier, which needs labels")
+    started = time.monotonic()
     model = make().fit(game.training)
-    advance(1, 1 + shadows)
-    found = _scores(model, game)
-    runs = []
-    for number in range(1000, 1000 + shadows):
-        coins = torch.rand(len(game.included), generator=torch.Generator().manual_seed(number)) < 0.5
-        shadow = make(seed=number).fit(replace(game, included=coins).training)
-        runs.append(np.where(coins.numpy(), np.nan, _scores(shadow, game)["loss"]))
-        advance(len(runs) + 1, 1 + shadows)
-    if runs:
-        found["calibrated loss"] = membership.calibrated(found["loss"], runs)
+    attacker = _attacker(model, game)
+    names = (*attacker.names, *(("detail",) if game.corners is not None else ()))
+    planned = (*names, *(("calibrated loss",) if shadows else ()))
+    total, each = len(planned) + shadows, 1 - (1 - confidence) / len(planned)
     used, plan = game.included.numpy(), model.plan(model.public_)
     # A Poisson-sampled Gaussian has another trade-off curve, for which this form is not valid.
-    gaussian = plan.budget.private and all(release.sampling_prob == 1 for release in plan.releases)
-    return [
-        OneRun(
-            attack(name, each[used], each[~used], confidence),
-            one_run(each, used, delta=model.delta, confidence=confidence),
-            one_run_gaussian(each, used, delta=model.delta, confidence=confidence) if gaussian else None,
+    sound = model.guarantee != "none" and plan.budget.private
+    gaussian = sound and all(release.sampling_prob == 1 for release in plan.releases)
+    certified = plan.epsilon if sound else None
+    perfect = one_run(used.astype(float), used, delta=model.delta, confidence=each)
+    found, targets, scores = OneRunAudit([], planned, certified, confidence, perfect), game.canaries, dict[str, Array]()
+
+    def keep(name: str, scores: Array) -> None:
+        found.results.append(
+            OneRun(
+                attack(name, scores[used], scores[~used], each),
+                one_run(scores, used, delta=model.delta, confidence=each),
+                one_run_gaussian(scores, used, delta=model.delta, confidence=each) if gaussian else None,
+            )
         )
-        for name, each in found.items()
-    ]
+        advance(len(found.results), total)
+
+    try:
+        for name in names:
+            if found.results and time.monotonic() - started > seconds:
+                found.interrupted = True
+                return found
+            if name == "detail":
+                keep(name, game.per_canary(_show_detail(attacker.synthetic, game)))
+            else:
+                scores[name] = game.per_canary(attacker.score(name, targets))
+                keep(name, scores[name])
+        runs: list[Array] = []
+        for number in range(1000, 1000 + shadows):
+            if time.monotonic() - started > seconds:
+                found.interrupted = True
+                return found
+            coins = torch.rand(len(used), generator=torch.Generator().manual_seed(number)) < 0.5
+            shadow = make(seed=number).fit(replace(game, included=coins).training)
+            without = game.per_canary(_attacker(shadow, game).score("loss", targets))
+            runs.append(np.where(coins.numpy(), np.nan, without))
+            advance(len(names) + len(runs), total)
+        if runs:
+            keep("calibrated loss", calibrated(scores["loss"], runs))
+    except KeyboardInterrupt:
+        if not found.results:
+            raise
+        found.interrupted = True
+    return found
 
 
-def _scores(model: Synthesizer, game: Game) -> dict[str, Array]:
-    """Return the scores of each canary by each attack on the images of a model."""
-    count = min(len(game.images), model.max_samples(model.public_) or len(game.images))
-    synthetic, targets = model.sample(count, seed=1), game.canaries
-    found = {
-        "nearest": membership.nearest(synthetic, targets),
-        "density": membership.density(synthetic, targets, game.images.subset(game.unit_of < 0)),
-    }
-    if targets.labelled:
-        found["loss"] = membership.loss(synthetic, targets)
-    if game.corners is not None:
-        found["detail"] = _show_detail(synthetic, game)
-    return {name: game.per_canary(scores) for name, scores in found.items()}
+def _attacker(model: Synthesizer, game: Game) -> Attacker:
+    """Return the attacks on as many synthetic images as the game has images, or on a whole condensed set."""
+    count = model.max_samples(model.public_) or len(game.images)
+    background = game.images.subset(game.unit_of < 0)
+    return Attacker(model.sample(count, seed=1), background, labelled=game.images.labelled)
 
 
 def _show_detail(synthetic: ImageSet, game: Game) -> Array:
-    """Return minus the distance of each canary's detail to the same place in the most similar synthetic image."""
+    """Return how clearly each canary's detail shows in some synthetic image, at its place (a matched filter)."""
     assert game.corners is not None
     found = []
     for image, unit in zip(game.canaries.images, game.unit_of[game.unit_of >= 0].tolist(), strict=True):
         top, left = game.corners[unit].tolist()
         window = (slice(None), slice(top, top + MARK), slice(left, left + MARK))
-        found.append(
-            -float((synthetic.images[:, *window].float() - image[window].float()).flatten(1).norm(dim=1).min())
-        )
+        mark = image[window].float().flatten()
+        shown = synthetic.images[:, *window].float().flatten(1) @ (mark - mark.mean())
+        found.append(float(shown.max() / (mark - mark.mean()).norm().clamp_min(1e-6)))
     return np.array(found)

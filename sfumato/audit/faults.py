@@ -6,7 +6,7 @@ mistake that was found in published code or that reviewers look for. None is rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,13 @@ class HalfNoise(GradientVault):
 
     def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
         return super()._noised(release, exact, sensitivity / 2, secure)
+
+
+class NoNoise(GradientVault):
+    """The noise is left out, though it is charged: a failure that is ignored."""
+
+    def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:  # noqa: ARG002
+        return exact.clone()
 
 
 class NoClipping(GradientVault):
@@ -71,9 +78,9 @@ class Shuffled(GradientVault):
 class BatchStatistics(GradientVault):
     """Images are centred by the mean of their batch, as batch norm does in training mode."""
 
-    def _batches(self, *args: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        for (images, *more), weights in super()._batches(*args):
-            yield [images - images.mean(1, keepdim=True), *more], weights
+    def _pixels(self, index: torch.Tensor) -> torch.Tensor:
+        images = super()._pixels(index)
+        return images - images.mean(index.ndim - 1, keepdim=True)
 
 
 class Differentiable(GradientVault):
@@ -127,6 +134,7 @@ class Fault:
 
 FAULTS = {
     "half-noise": Fault(HalfNoise, statistical=True),
+    "no-noise": Fault(NoNoise, statistical=True),
     "no-clipping": Fault(NoClipping, statistical=True),
     "private-mean": Fault(PrivateMean, statistical=True),
     "batch-statistics": Fault(BatchStatistics, statistical=True),

@@ -44,6 +44,7 @@ CENTRAL_LEVELS = np.array([0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99])  # 
 GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of canaries, on each side, that a one-run audit guesses
 GRID = np.linspace(0.0, 40.0, 801)  # values of epsilon at which a privacy profile is compared
 INTERVAL = 1e-3  # of privacy loss distributions
+ROOT = 2e-3  # accuracy of the logarithm of a noise factor
 MAX_EPSILON = 60.0
 
 
@@ -55,6 +56,11 @@ class Counts:
     present: int
     false_alarms: int
     absent: int
+
+    @property
+    def measured(self) -> tuple[float, float]:
+        """FNR and FPR, with half an event more, so that no rate is 0."""
+        return (self.missed + 0.5) / (self.present + 1), (self.false_alarms + 0.5) / (self.absent + 1)
 
     def rates(self, confidence: float) -> tuple[float, float]:
         """Return upper bounds on FNR and FPR that hold together with this confidence."""
@@ -69,6 +75,7 @@ class LowerBounds:
     - clopper_pearson, gaussian: see the module; `gaussian` is None where nothing says that the mechanism is Gaussian.
     - trials: runs in each world that were counted.
     - ceiling: what `clopper_pearson` gives for this number of trials if the attack never errs.
+    - limit: an estimate, not a bound: what any number of trials would show at the error rates of this attack.
     """
 
     clopper_pearson: float
@@ -77,6 +84,7 @@ class LowerBounds:
     confidence: float
     trials: int
     ceiling: float
+    limit: float
 
     @property
     def bound(self) -> float:
@@ -86,6 +94,11 @@ class LowerBounds:
     def to_dict(self) -> dict[str, Any]:
         exact = ("delta", "trials", "confidence")
         return {name: each if name in exact or each is None else round(each, 4) for name, each in asdict(self).items()}
+
+
+def selected(runs: int) -> int:
+    """Return how many of the first runs choose a threshold, or a score, and are not counted."""
+    return max(4, int(SELECTION * runs))
 
 
 def upper_rate(events: int | Array, trials: int, failure: float) -> Any:
@@ -117,19 +130,35 @@ def lower_bounds(
     by_counts = _counted(with_unit, without, partial(clopper_pearson, delta=delta))
     levels = CENTRAL_LEVELS if sampled else np.array([0.5])  # for Gaussian scores the middle has the tightest intervals
     by_mu = _counted(with_unit, without, _mu, levels)
-    rates = by_mu.rates(confidence)
-    gaussian = None if releases is None else gaussian_dp(*rates, delta)
-    if releases and sampled:
-        gaussian = planned_gaussian(*rates, releases, delta, adjacency)
+
+    def fit(fnr: float, fpr: float) -> float:
+        if releases and sampled:
+            return planned_gaussian(fnr, fpr, releases, delta, adjacency)
+        return gaussian_dp(fnr, fpr, delta)
+
     perfect = replace(by_counts, missed=0, false_alarms=0).rates(confidence)
     return LowerBounds(
         clopper_pearson=float(clopper_pearson(*by_counts.rates(confidence), delta)),
-        gaussian=gaussian,
+        gaussian=None if releases is None else fit(*by_mu.rates(confidence)),
         delta=delta,
         confidence=confidence,
         trials=by_counts.present,
         ceiling=float(clopper_pearson(*perfect, delta)),
+        limit=float(clopper_pearson(*by_counts.measured, delta)) if releases is None else fit(*by_mu.measured),
     )
+
+
+def runs_needed(epsilon: float, share: float = 0.5, *, delta: float = 1e-5, confidence: float = CONFIDENCE) -> int:
+    """Return how many runs in each world show a share of epsilon, if an attack loses nothing of a Gaussian mechanism.
+
+    - share: of epsilon, default one half. The `gaussian` bound is meant, with `SELECTION`.
+    """
+    values = (dp_accounting.get_sigma_gaussian(each, delta) for each in (epsilon, share * epsilon))
+    true, wanted = (float(ndtr(-0.5 / sigma)) for sigma in values)
+    counted = 8
+    while upper_rate(round(true * counted), counted, (1 - confidence) / 2) > wanted:
+        counted = math.ceil(1.05 * counted)
+    return math.ceil(counted / (1 - SELECTION))
 
 
 def clopper_pearson(fnr: Any, fpr: Any, delta: float) -> Any:
@@ -163,7 +192,7 @@ def planned_gaussian(
     while refuted > math.log(0.1) and excess(refuted - step) > 0:
         refuted -= step
     if refuted > math.log(0.1):
-        refuted = brentq(excess, refuted - step, refuted, xtol=2e-3)
+        refuted = brentq(excess, refuted - step, refuted, xtol=ROOT) + ROOT  # a little less epsilon
     return float(_composed(releases, math.exp(refuted), adjacency).get_epsilon_for_delta(delta))
 
 
@@ -232,7 +261,7 @@ def _largest(excess: Callable[[float], float]) -> float:
 
 def _counted(present: Array, absent: Array, value: Callable[[Any, Any], Any], levels: Array = LEVELS) -> Counts:
     """Choose the threshold that is best for `value` on the first runs; count errors at it on the others."""
-    cut_present, cut_absent = (max(4, int(SELECTION * len(part))) for part in (present, absent))
+    cut_present, cut_absent = selected(len(present)), selected(len(absent))
     first, second = np.sort(present[:cut_present]), np.sort(absent[:cut_absent])
     pooled = np.sort(np.concatenate([first, second]))
     middles = (pooled[1:] + pooled[:-1]) / 2

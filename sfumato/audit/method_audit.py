@@ -9,14 +9,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from sfumato.audit.black_box import distinguish
+from sfumato.audit.black_box import FEWEST, Game, OneRunAudit, audit_one_run, distinguish
 from sfumato.audit.faults import fault_named
-from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds
+from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds, runs_needed
 from sfumato.audit.mechanism import audit_mechanism
+from sfumato.audit.membership import estimate_release_seconds
 from sfumato.audit.neighbours import neighbours, small_set
 from sfumato.audit.published import STEPS, audit_published
 from sfumato.audit.reference import SmallClassifier
-from sfumato.audit.small_settings import Make, small
+from sfumato.audit.small_settings import Make, small, with_vault
 from sfumato.audit.structural import Finding, check_structure, structure_to_dict
 from sfumato.audit.white_box import HISTORIES, exact_sums, score_trials, white_box
 from sfumato.engine import GradientVault
@@ -27,6 +28,7 @@ from sfumato.testing import UnsoundError
 
 MECHANISMS = ("gaussian", "discrete-gaussian")  # audited without a method around them
 STRUCTURAL_FITS = 24
+PROBED = 200  # images of a run that measures the cost
 WHITE_BOX, BLACK_BOX, RUNS = "white-box", "black-box", 40
 CAVEAT = "A lower bound below the claim is no proof of privacy: it may show only that the attack is weak."
 
@@ -45,7 +47,7 @@ class AuditOptions:
 
     epsilon: float = 1.0
     delta: float = 1e-5
-    kind: str = "outlier"
+    kind: str = "worst-case"
     structural: bool = False
     trials: int = 100_000
     runs: int = RUNS
@@ -93,7 +95,7 @@ class AuditReport:
                 need = f"{found.trials} counted runs can show at most {found.ceiling:.2f}"
                 lines.append(f"{name}: without an assumption, {need}; more runs could show more")
             if found.bound < 0.1 * self.options.epsilon:
-                lines.append(f"{name}: this attack has no power here; its bound says nothing about privacy")
+                lines.append(f"{name}: {lacking(self.options, found)}")
         if self.interrupted:
             lines.append("ended early: the bounds are of what was counted until then")
         return [*lines, CAVEAT] if self.bounds else lines
@@ -110,6 +112,16 @@ class AuditReport:
             "took_seconds": round(self.seconds, 1),
             "interrupted": self.interrupted,
         }
+
+
+def lacking(options: AuditOptions, found: LowerBounds) -> str:
+    """Say why a bound is small: what more runs could show, of this attack and of an ideal one."""
+    ideal = runs_needed(options.epsilon, delta=options.delta, confidence=found.confidence)
+    return (
+        "this attack has no power here; its bound says nothing about privacy. With the errors that it made, any number "
+        f"of runs would show about {found.limit:.2f}. An attack that loses nothing would need about {ideal} runs in "
+        "each world to show half of the claim"
+    )
 
 
 def prepare(target: str, options: AuditOptions) -> tuple[Make, type[GradientVault] | None]:
@@ -187,6 +199,37 @@ def audit_method(target: str, options: AuditOptions) -> AuditReport:
     return report
 
 
+def audit_canaries(target: str, options: AuditOptions, game: Game, shadows: int = 0) -> OneRunAudit:
+    """Audit a method by canaries in one run on the auditor's own images.
+
+    - options: claim, confidence, seconds, fault and settings are used.
+    - game: the images, which of them are canaries, and their coins.
+    - shadows: further runs for LiRA.
+    """
+    make, vault = prepare(target, options)
+    with bar("one run") as advance, redirect_stdout(io.StringIO()):  # a faulty method may print
+        return audit_one_run(
+            with_vault(make, vault),
+            game,
+            shadows=shadows,
+            seconds=options.seconds,
+            confidence=options.confidence,
+            advance=advance,
+        )
+
+
+def estimate_canary_seconds(target: str, options: AuditOptions, game: Game, shadows: int = 0) -> float:
+    """Return about how long `audit_canaries` takes, from a run on a few of the images."""
+    make, vault = prepare(target, options)
+    few = game.images.subset(range(min(PROBED, len(game.images))))
+    started = time.monotonic()
+    with redirect_stdout(io.StringIO()):
+        with_vault(make, vault)().fit(few)
+    fit = (time.monotonic() - started) * max(1.0, len(game.images) / 4 / len(few))  # a part does not grow with the set
+    background = game.images.subset(game.unit_of < 0)
+    return (1 + shadows) * (fit + estimate_release_seconds(game.images, game.canaries, background))
+
+
 def method_keys() -> list[str]:
     """Return the keys of all methods."""
     return [info.key for info in list_methods()]
@@ -198,7 +241,7 @@ def _attack(report: AuditReport, make: Make, vault: type[GradientVault] | None) 
     Either bound may refute the claim, so they hold together with the confidence that is asked for.
     """
     options, started = report.options, time.monotonic()
-    both = options.runs >= 8 and vault is None
+    both = options.runs >= FEWEST
     confidence = 1 - (1 - options.confidence) / (2 if both else 1)
     assert report.bounds is not None
     pair = neighbours(options.kind)
@@ -214,7 +257,7 @@ def _attack(report: AuditReport, make: Make, vault: type[GradientVault] | None) 
     left = options.seconds - (time.monotonic() - started)
     if both and not report.interrupted and left > 0:
         with bar("black box") as advance:
-            runs = distinguish(make, pair, runs=options.runs, seconds=left, advance=advance)
+            runs = distinguish(with_vault(make, vault), pair, runs=options.runs, seconds=left, advance=advance)
         report.bounds[BLACK_BOX] = runs.bounds(confidence)
         report.interrupted |= runs.interrupted
 

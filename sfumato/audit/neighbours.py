@@ -6,7 +6,7 @@ one pair that violates it is enough. Canaries that are added to somebody's own i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,12 +22,14 @@ class Neighbours:
     - with_unit, without: the two sets.
     - place: index of the unit among the units of `with_unit`.
     - origin: index in `with_unit` of each record of `without`.
+    - stretched: whether white-box audits stretch the features and gradients of the unit (`stretched.py`).
     """
 
     with_unit: ImageSet
     without: ImageSet
     place: int
     origin: torch.Tensor
+    stretched: bool = False
 
     @property
     def canaries(self) -> ImageSet:
@@ -63,6 +65,11 @@ def neighbours(kind: str) -> Neighbours:
     if kind not in KINDS:
         raise ValueError(f"there are no neighbours {kind!r}; there are {', '.join(KINDS)}")
     return KINDS[kind]()
+
+
+def worst_case() -> Neighbours:
+    """The outlier, with features and gradients that are as long as the clipping norm allows."""
+    return replace(outlier(), stretched=True)
 
 
 def outlier() -> Neighbours:
@@ -111,4 +118,10 @@ def _added(base: ImageSet, image: torch.Tensor, label: int) -> Neighbours:
     return Neighbours(ImageSet(images, labels, base.classes), base, len(base), torch.arange(len(base)))
 
 
-KINDS = {"outlier": outlier, "mislabelled": mislabelled, "duplicate": duplicate, "person": person}
+KINDS = {
+    "worst-case": worst_case,
+    "outlier": outlier,
+    "mislabelled": mislabelled,
+    "duplicate": duplicate,
+    "person": person,
+}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sfumato.engine import GradientVault
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import PainterSettings
@@ -81,6 +82,18 @@ def small(method: str | type[Synthesizer], **settings: Any) -> Make:
     if key in ("dp-diffusion", "private-evolution"):
         fixed = {"prior": random_prior(), **fixed}
     return lambda **params: build(method, **{**fixed, **params})
+
+
+def with_vault(make: Make, vault: type[GradientVault] | None) -> Make:
+    """Return a function that builds the same method with another vault, for planted faults."""
+
+    def faulty(**params: Any) -> Synthesizer:
+        model = make(**params)
+        if vault is not None:
+            model.vault_type = vault  # type: ignore[misc]
+        return model
+
+    return faulty
 
 
 @cache

@@ -11,8 +11,18 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from sfumato.audit import membership as module
-from sfumato.audit.membership import attack, attacks, auroc, calibrated, interval, memorisation, write_private
+from sfumato.audit.membership import (
+    Attacker,
+    attack,
+    audit_release,
+    auroc,
+    calibrated,
+    estimate_release_seconds,
+    interval,
+    write_private,
+)
 from sfumato.data import DataError, ImageSet
+from sfumato.features.copy_detector import load_copy_detector
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +64,27 @@ def test_rates_and_intervals() -> None:
 
 def test_copies_are_found_by_every_attack(thirds: list[ImageSet]) -> None:
     used, held_out, _ = thirds
-    found = {each.name: each for each in attacks(used, used, held_out)}
+    audit = audit_release(used, used, held_out)
+    found = {each.name: each for each in audit.attacks}
     assert found.keys() == {"nearest", "density", "loss"}
     assert found["nearest"].auroc.value == 1.0
     assert all(each.detects for each in found.values())
+    assert audit.suspicious
+    assert (audit.members, audit.others, audit.attacked) == (400, 400, (400, 300))
 
 
 def test_fresh_images_reveal_no_members(thirds: list[ImageSet]) -> None:
     used, held_out, fresh = thirds
-    for each in attacks(fresh, used, held_out, reference=fresh):
-        assert each.auroc.low < 0.53
+    found = audit_release(fresh, used, held_out)
+    assert all(each.auroc.low < 0.53 for each in found.attacks)
+    assert not found.interrupted
 
 
 def test_unlabelled_images_are_attacked_without_the_classifier(thirds: list[ImageSet]) -> None:
     bare = [ImageSet(part.images) for part in thirds]
-    assert [each.name for each in attacks(bare[0], bare[0], bare[1])] == ["nearest", "density"]
+    assert [each.name for each in audit_release(bare[0], bare[0], bare[1]).attacks] == ["nearest", "density"]
     with pytest.raises(DataError, match="needs labels"):
-        module.loss(bare[0], bare[1])
+        Attacker(thirds[0], thirds[1], labelled=True).score("loss", bare[1])
 
 
 def test_calibration_removes_the_difficulty_of_an_image() -> None:
@@ -91,12 +105,12 @@ def test_calibration_removes_the_difficulty_of_an_image() -> None:
 
 def test_memorisation_is_found_in_copies_only(thirds: list[ImageSet]) -> None:
     used, held_out, fresh = thirds
-    copied = memorisation(used.subset(range(50)), used, held_out)
+    copied = audit_release(used.subset(range(50)), used.subset(range(150)), held_out).memory
     assert copied["memorises"]
-    assert copied["copies"] == 50
-    pairs = zip(copied["most_similar"], copied["their_neighbours"], strict=True)
-    assert all(torch.equal(used.images[i], used.images[n]) for i, n in pairs)
-    clean = memorisation(fresh, used, held_out)
+    assert (copied["copies"], copied["compared_with"]) == (50, 150)
+    made, neighbours = copied["pairs"].images.split(module.SHOWN)
+    assert torch.equal(made, neighbours)
+    clean = audit_release(fresh, used, held_out).memory
     assert not clean["memorises"]
     assert clean["copies"] == 0
 
@@ -119,11 +133,73 @@ def test_memorisation_is_not_found_by_chance() -> None:
 
 def test_results_are_written_for_the_owner_only(tmp_path: Path, thirds: list[ImageSet]) -> None:
     used, held_out, fresh = thirds
-    memory = memorisation(fresh, used, held_out)
-    path = write_private(tmp_path / "private", attacks(fresh, used, held_out), memory, "shared")
+    found = audit_release(fresh, used, held_out)
+    path = write_private(tmp_path / "private", found, "shared")
     content = json.loads(path.read_text())
-    assert content["memorisation"]["closer_to_training"]["value"] == memory["closer_to_training"]["value"]
+    assert content["memorisation"]["closer_to_training"] == found.memory["closer_to_training"]
     assert (tmp_path / "private" / "most_similar.png").exists()
     (tmp_path / "certificate.json").write_text("{}")
     with pytest.raises(DataError, match="meant to be shared"):
-        write_private(tmp_path / "private", [], memory, "shared")
+        write_private(tmp_path / "private", found, "shared")
+
+
+def test_blocks_count_the_same_as_the_whole(thirds: list[ImageSet], monkeypatch: pytest.MonkeyPatch) -> None:
+    used, held_out, fresh = thirds
+    whole = audit_release(fresh, used, held_out)
+    monkeypatch.setattr(module, "BLOCK", 70)
+    parts = audit_release(fresh, used, held_out)
+    assert [each.auroc.value for each in parts.attacks] == pytest.approx([each.auroc.value for each in whole.attacks])
+    assert parts.memory["closer_to_training"] == pytest.approx(whole.memory["closer_to_training"])
+
+
+def test_ctrl_c_and_time_keep_the_blocks_that_are_done(thirds: list[ImageSet], monkeypatch: pytest.MonkeyPatch) -> None:
+    used, held_out, fresh = thirds
+    monkeypatch.setattr(module, "BLOCK", 50)
+    late = audit_release(fresh, used, held_out, seconds=0)
+    assert late.interrupted
+    assert late.attacked == (50, 50)
+    original, calls = Attacker.distances, list[int]()
+
+    def interrupted(self: Attacker, targets: ImageSet) -> np.ndarray:
+        calls.append(1)
+        if len(calls) == 6:  # between the two halves of the third block
+            raise KeyboardInterrupt
+        return original(self, targets)
+
+    monkeypatch.setattr(Attacker, "distances", interrupted)
+    stopped = audit_release(fresh, used, held_out)
+    assert stopped.interrupted
+    assert stopped.attacked == (100, 100)
+    calls[:] = [1] * 5
+    with pytest.raises(KeyboardInterrupt):  # nothing was counted
+        audit_release(fresh, used, held_out)
+
+
+def test_the_cost_grows_with_the_images(thirds: list[ImageSet]) -> None:
+    used, held_out, fresh = thirds
+    few = used.subset(range(10))
+    assert estimate_release_seconds(fresh, used, held_out) > estimate_release_seconds(few, few, few) > 0
+
+
+def test_too_few_images_are_refused(thirds: list[ImageSet]) -> None:
+    with pytest.raises(DataError, match="at least 2 training and 4 held-out"):
+        audit_release(thirds[0], thirds[0], thirds[1].subset(range(3)))
+
+
+def test_sscd_recognises_changed_copies() -> None:
+    """A mirrored, noisy copy, which distances in features do not recognise."""
+    detector = load_copy_detector()
+    if detector is None:
+        pytest.skip("SSCD is not installed (sfumato[copies])")
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randint(256, (12, 3, 5, 5), generator=generator).float()
+    scenes = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic").clamp(0, 255)
+    changed = (scenes.flip(3) + 6 * torch.randn(scenes.shape, generator=generator)).clamp(0, 255)
+    used, shown = scenes.byte()[:6], changed.byte()[:6]
+    alike = detector.embed(scenes.byte()) @ detector.embed(shown).T
+    assert (alike[:6].diagonal() > alike[6:].max()).all()
+    attacker = Attacker(ImageSet(shown), ImageSet(scenes.byte()[6:9]), labelled=False)
+    assert "copies" in attacker.names
+    inside, outside = (attacker.score("copies", ImageSet(part)) for part in (used, scenes.byte()[9:]))
+    assert inside.min() > outside.max()
+    assert detector.embed(scenes.byte()[:, :1]).shape == (12, 512)  # grey images, too

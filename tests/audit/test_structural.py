@@ -21,6 +21,7 @@ PRIORS = Path(__file__).parents[1] / "priors"  # random weights; the second is c
 IN = {"no-clipping": "ndpdc", "shuffled": "ndpdc"}
 FOUND_BY = {
     "half-noise": "noise",
+    "no-noise": "seed",
     "no-clipping": "sensitivity",
     "private-mean": "sensitivity",
     "batch-statistics": "sensitivity",

@@ -54,7 +54,7 @@ def test_neighbours_differ_by_one_unit_and_move_each_sum_in_full(kind: str) -> N
 
 
 def test_unknown_neighbours_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are outlier, mislabelled"):
+    with pytest.raises(ValueError, match="there are worst-case, outlier, mislabelled"):
         neighbours("twin")
 
 
@@ -88,9 +88,38 @@ def test_every_certified_method_stays_below_its_epsilon(key: str, epsilon: float
     assert found.bounds(confidence=0.999).gaussian <= epsilon
 
 
+def test_gradients_of_the_worst_case_are_as_long_as_the_bound() -> None:
+    """A real image's gradient may be short; the canary's is stretched, and then clipped by the vault."""
+    lengths = {}
+    for kind in ("outlier", "worst-case"):
+        pairs = zip(*exact_sums(small(SmallClassifier, epsilon=1.0), neighbours(kind), seed=0), strict=True)
+        lengths[kind] = [float((a.exact - b.exact).norm()) / a.sensitivity for a, b in pairs]
+    assert lengths["worst-case"] == pytest.approx([1.0] * 50, abs=2e-3)
+    assert min(lengths["outlier"]) < 0.9
+
+
+@pytest.mark.parametrize("key", ["dp-lflow", "dp-mepf"])
+def test_the_worst_case_stays_within_the_sensitivity(key: str) -> None:
+    """Groups with bounds of their own, and features of mapped images."""
+    for a, b in zip(*exact_sums(small(key, secure=False), neighbours("worst-case"), seed=0), strict=True):
+        assert float((a.exact - b.exact).norm()) / a.sensitivity == pytest.approx(1.0, abs=2e-3)
+
+
+def test_the_worst_case_shows_missing_clipping_that_an_image_does_not() -> None:
+    """Features of dp-merf have norm 1: an image cannot show that nothing clips them."""
+    moved = {}
+    for kind in ("outlier", "worst-case"):
+        pairs = zip(
+            *exact_sums(small("dp-merf"), neighbours(kind), seed=0, vault=FAULTS["no-clipping"].vault), strict=True
+        )
+        moved[kind] = max(float((a.exact - b.exact).norm()) / a.sensitivity for a, b in pairs)
+    assert moved["outlier"] < 1.01
+    assert moved["worst-case"] > 100
+
+
 @pytest.mark.slow
 def test_dp_sgd_is_audited_to_half_of_its_epsilon() -> None:
-    found = white_box(small(SmallClassifier, epsilon=4.0), neighbours("outlier"), trials=8000).bounds()
+    found = white_box(small(SmallClassifier, epsilon=4.0), neighbours("worst-case"), trials=8000).bounds()
     assert 2.0 < found.gaussian < 4.0
 
 
