@@ -8,7 +8,10 @@ from typing import Any
 from benchmarks.markdown import markdown, source, table
 
 EPSILONS = (1.0, 10.0)
-METHODS = ("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "dp-mepf", "dp-merf", "ndpdc", "ldpdc", "dpmix")
+METHODS = (
+    *("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "private-evolution", "dp-mepf", "dp-merf", "ndpdc"),
+    *("ldpdc", "dpmix", "tuned"),
+)
 PUBLISHED = ("dp-kernel-as-published", "pge-as-published")
 REFERENCES = {
     "gaussian": "Gaussian mechanism",

@@ -13,10 +13,12 @@ from sfumato.cli_config import Config, write_config
 from sfumato.cli_options import (
     METHOD,
     RUN,
+    Cluster,
     Count,
     DataOptions,
     DatasetBudgetFile,
     Json,
+    Workers,
     parse_assignments,
     read_like,
     with_option_groups,
@@ -68,6 +70,8 @@ def compare(
             rich_help_panel=RUN,
         ),
     ] = None,
+    cluster: Cluster = None,
+    workers: Workers = None,
     config: Config = None,  # noqa: ARG001
     as_json: Json = False,
 ) -> None:
@@ -80,6 +84,7 @@ def compare(
             "if the images are public; exactly one of the two"
         )
     from sfumato import console, sweep
+    from sfumato.cluster import connect
 
     common = {"delta": delta, "adjacency": adjacency, "device": device}
     names = [name.strip() for name in methods.split(",") if name.strip()]
@@ -95,7 +100,11 @@ def compare(
     target.mkdir(parents=True, exist_ok=True)
     write_config(ctx, target.resolve().with_name(f"{target.resolve().name}.toml"))
     options = {"number": number, "budget": budget, "max_per_person": source.max_per_person}
-    failed = sweep.run_cells(chosen, images, held_out, report=_say, **options)
+    executor = connect(cluster, **({} if workers is None else {"workers": workers}))
+    try:
+        failed = sweep.run_cells(chosen, images, held_out, report=_say, executor=executor, **options)
+    finally:
+        executor.close()
     results = sweep.write_results(every, target, public=public, cost=cost)
     if as_json:
         console.print_json({"out": str(target), "failed": failed, **results})

@@ -115,7 +115,8 @@ def _on_cluster(
 
     executor = connect(cluster, **({} if workers is None else {"workers": workers}))
     try:
-        parts = executor.compute(partial(compare, **settings), [({name: images},) for name, images in sets.items()])
+        calls = [({name: images},) for name, images in sets.items()]
+        parts = list(executor.compute(partial(compare, **settings), calls))
     finally:
         executor.close()
     return {name: result for part in parts for name, result in part.items()}

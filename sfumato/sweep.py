@@ -2,7 +2,7 @@
 
 On private images all runs count together, and are charged to the budget of the data set. A sweep that is started again
 continues where it stopped: finished runs are kept, interrupted ones resumed. Several processes or machines can share
-one folder and take a part of the runs each (`shard`).
+one folder and take a part of the runs each (`shard`), or the workers of a cluster do (`executor`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sfumato.certificate import Certificate
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.certificate.spending import composed_epsilons
+from sfumato.cluster.executors import Executor, InProcess
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing, write_json
 from sfumato.methods.base import Synthesizer
@@ -108,30 +110,46 @@ def check_affordable(waiting: Sequence[Cell], public: PublicFacts, budget: Path 
 
 
 def run_cells(
-    chosen: Sequence[Cell], images: ImageSet, test: ImageSet, *, report: Callable[[str], None], **options: Any
+    chosen: Sequence[Cell],
+    images: ImageSet,
+    test: ImageSet,
+    *,
+    report: Callable[[str], None],
+    executor: Executor | None = None,
+    **options: Any,
 ) -> dict[str, str]:
     """Make the runs that are not finished. Return the errors of runs that failed, by name; the others go on.
 
     - report: is called with a line about each run.
+    - executor: where the runs are made (`cluster.connect`), each on one worker, which sees the same folders; default:
+      one after the other in this process.
     - options: of `synthesize`, such as number and budget.
     """
     failed: dict[str, str] = {}
-    for number, cell in enumerate(chosen, 1):
-        position = f"[{number}/{len(chosen)}] {cell.name}"
-        try:
-            model = cell.create()
-            if cell.finished:
-                certificate = Certificate.load(cell.folder / "certificate.json")
-                check_settings(certificate, model, model.public_facts(images), cell.folder)
-                report(f"{position}: already there")
-                continue
-            resume = started(cell.folder)
-            result = synthesize(model, images, cell.folder, test=test, resume=resume, **options)
-            report(f"{position}: {result.accuracy if result.accuracy is not None else 'done'}")
-        except (DataError, BudgetExceeded, LedgerError, ValueError) as error:
-            failed[cell.name] = str(error)
-            report(f"{position}: failed: {error}")
+    run = partial(_run_cell, images=images, test=test, **options)
+    results = (executor or InProcess()).compute(run, [(cell,) for cell in chosen])
+    for number, (cell, (line, error)) in enumerate(zip(chosen, results, strict=True), 1):
+        report(f"[{number}/{len(chosen)}] {cell.name}: {line}")
+        if error is not None:
+            failed[cell.name] = error
     return failed
+
+
+def _run_cell(cell: Cell, *, images: ImageSet, test: ImageSet, **options: Any) -> tuple[str, str | None]:
+    """Make a run, unless it is finished. Return a line about it, and its error if it failed.
+
+    A worker that dies is replaced, and the call repeated: the run is then resumed, and nothing is charged twice.
+    """
+    try:
+        model = cell.create()
+        if cell.finished:
+            certificate = Certificate.load(cell.folder / "certificate.json")
+            check_settings(certificate, model, model.public_facts(images), cell.folder)
+            return "already there", None
+        result = synthesize(model, images, cell.folder, test=test, resume=started(cell.folder), **options)
+        return str(result.accuracy if result.accuracy is not None else "done"), None
+    except (DataError, BudgetExceeded, LedgerError, ValueError) as error:
+        return f"failed: {error}", str(error)
 
 
 def write_results(all_cells: Sequence[Cell], folder: Path, *, public: bool, cost: Cost | None) -> dict[str, Any]:

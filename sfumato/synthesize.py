@@ -311,7 +311,7 @@ def _sample_on_cluster(
     executor = connect(cluster, **({} if workers is None else {"workers": workers}))
     try:
         calls = [(files, part, own, model.device, options) for part, own in zip(whole, seeds, strict=True)]
-        pixels = executor.compute(_draw_part, calls)
+        pixels = list(executor.compute(_draw_part, calls))
     finally:
         if executor is not cluster:
             executor.close()

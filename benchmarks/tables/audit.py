@@ -30,13 +30,24 @@ from sfumato.audit.white_box import white_box
 from sfumato.engine import calibrate
 from sfumato.privacy import Budget, Release
 
-METHODS = ("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "dp-mepf", "dp-merf", "ndpdc", "ldpdc", "dpmix")
+METHODS = (
+    *("atelier", "dp-kernel", "dp-lflow", "pge", "dp-diffusion", "private-evolution", "dp-mepf", "dp-merf", "ndpdc"),
+    *("ldpdc", "dpmix", "tuned"),
+)
 EPSILONS = (1.0, 10.0)
 TRIALS, FEWER, DP_SGD_TRIALS = 40_000, {"pge": 16_000, "dpmix": 16_000}, 8_000  # white box
 FAULT_TRIALS = 60_000
 RUNS = {  # black box
     **{"ldpdc": 400, "dpmix": 400, "ndpdc": 200, "dp-merf": 120, "dp-mepf": 40, "dp-lflow": 40, "dp-kernel": 40},
-    **{"pge": 24, "dp-diffusion": 24, "atelier": 24, "dp-kernel-as-published": 120, "pge-as-published": 24},
+    **{
+        "pge": 24,
+        "dp-diffusion": 24,
+        "private-evolution": 24,
+        "tuned": 24,
+        "atelier": 24,
+        "dp-kernel-as-published": 120,
+        "pge-as-published": 24,
+    },
 }
 FAULT_RUNS = 60
 CANARIES, PERSONS, SHADOWS = 500, 140, 2

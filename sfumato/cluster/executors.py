@@ -19,8 +19,8 @@ class Executor(Protocol):
 
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]: ...
 
-    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the results of calls, in order. For public data and models only: errors keep their messages."""
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results of calls, in order. Errors keep their messages, so that these must tell nothing private."""
         ...
 
     def forget(self, owner: str) -> None:
@@ -48,8 +48,8 @@ class InProcess:
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return (self._worker.matches(digests, entry) for entry in entries)
 
-    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [function(*call) for call in calls]
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        return (function(*call) for call in calls)
 
     def forget(self, owner: str) -> None:
         self._worker.forget(owner)

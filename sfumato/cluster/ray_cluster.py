@@ -121,15 +121,17 @@ class RayCluster:
     def matches(self, digests: frozenset[bytes], entries: Sequence[Entry]) -> Iterator[frozenset[bytes] | Failure]:
         return self._each(entries, lambda actor, entry: actor.matches.remote(digests, entry))
 
-    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
         with _in_words(withheld=False):
             packed = self._ray.put(pack(function)[0])
             waiting = [
                 self._actors[number % len(self._actors)].compute.remote(packed, *call)
                 for number, call in enumerate(calls)
             ]
-            found: list[Any] = self._ray.get(waiting)
-        return found
+        for each in waiting:
+            with _in_words(withheld=False):
+                result = self._ray.get(each)
+            yield result
 
     def forget(self, owner: str) -> None:
         self._entries = {key: value for key, value in self._entries.items() if key[0] != owner}

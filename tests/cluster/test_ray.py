@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import sfumato
+from sfumato import sweep
+from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cluster import ClusterVault, connect, open_shards, ray_cluster
 from sfumato.cluster.ray_cluster import warn_about_security
 from sfumato.cluster.worker import ShardError
@@ -248,3 +250,19 @@ def test_a_killed_driver_loses_no_charge(shards: Path, tmp_path: Path, when: str
     names = [line["name"] for line in lines if line["kind"] == "charge"]
     assert sorted(names) == sorted(release["name"] for release in lines[0]["plan"])  # each is charged once
     assert sfumato.verify(folder / "certificate.json")
+
+
+def test_runs_of_a_comparison_are_spread_over_workers(digits: ImageSet, cluster: Any, tmp_path: Path) -> None:
+    """Private images: each run is charged to the budget of the data set once, also when the sweep is made again."""
+    quick = {"features": 60, "steps": 3, "batch_size": 20, "device": "cpu"}
+    chosen = sweep.cells(tmp_path / "out", ["dp-merf"], [1.0], 2, quick, {})
+    (tmp_path / "out").mkdir()
+    DatasetBudget.open(tmp_path / "b.budget", 10.0, 1e-5)
+    held_out = sfumato.load_images("digits", split="test").subset(range(50))
+    options: dict[str, Any] = {"number": 20, "budget": tmp_path / "b.budget"}
+    lines: list[str] = []
+    for _ in range(2):
+        assert sweep.run_cells(chosen, digits, held_out, report=lines.append, executor=cluster, **options) == {}
+    assert [line.endswith("already there") for line in lines] == [False, False, True, True]
+    assert all(sfumato.verify(cell.folder / "certificate.json") for cell in chosen)
+    assert len(DatasetBudget(tmp_path / "b.budget").rows()) == 2
