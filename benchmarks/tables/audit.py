@@ -64,9 +64,10 @@ TELLING: dict[str, dict[str, Any]] = {  # settings for the black box
 BLACK_BOX_FAULTS = (("no-noise", "ldpdc"), ("no-noise", "dp-merf"), ("private-mean", "dpmix"))
 IMAGES: dict[str, dict[str, Any]] = {  # settings with which digits are recognisable, or mixtures are of few images
     "dp-merf": {"features": 2000, "steps": 500, "batch_size": 200},
-    "ndpdc": {"iterations": 100, "images_per_class": 20, "width": 32},
+    "ndpdc": {"iterations": 100, "images_per_class": 20},
     "dpmix": {"images_per_class": 600, "sampling_prob": 0.0006},
 }
+WIDTH = {"ndpdc": {"width": 32}}  # constants
 SIMULATIONS = 2000
 Rows = dict[str, dict[str, Any]]
 
@@ -115,7 +116,7 @@ def one_run(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # noqa: 
         "persons": new_game(digits, canaries=PERSONS, per_person=5, seed=seed),
         "split": new_game(digits, canaries=CANARIES, detail=False, seed=seed),
     }
-    make = small(job.method, epsilon=job.epsilon, secure=False, **job.params)
+    make = small(job.method, epsilon=job.epsilon, secure=False, **job.params, **job.constants)
     if job.name.startswith("one run, fault "):
         make = with_vault(make, FAULTS[job.name.removeprefix("one run, fault ")].vault)
     shadows = {"split": SHADOWS if job.method != "dpmix" else 0}
@@ -191,7 +192,7 @@ JOBS = [
         for name, m in BLACK_BOX_FAULTS
     ],
     Job("one run, fault no-noise", "dpmix", "digits", 1.0, IMAGES["dpmix"], seeds=1, run=one_run),
-    *[Job("one run", m, "digits", 1.0, IMAGES[m], seeds=1, run=one_run) for m in IMAGES],
+    *[Job("one run", m, "digits", 1.0, IMAGES[m], WIDTH.get(m, {}), seeds=1, run=one_run) for m in IMAGES],
     *[Job(name, None, "digits", 4.0, seeds=1, run=dp_sgd) for name in ("dp-sgd", "dp-sgd, canary")],
     *[Job("black box", m, "digits", 1.0, TELLING[m], seeds=1, run=see_images) for m in STEPS],
     *[
@@ -199,6 +200,10 @@ JOBS = [
         for m in reversed(METHODS)  # the slow ones last
         for epsilon in EPSILONS
     ],
-    *[Job("one run", m, "digits", 10.0, IMAGES[m], seeds=1, run=one_run) for m in IMAGES if m != "dpmix"],
+    *[
+        Job("one run", m, "digits", 10.0, IMAGES[m], WIDTH.get(m, {}), seeds=1, run=one_run)
+        for m in IMAGES
+        if m != "dpmix"
+    ],
     *[Job(n, None, "digits", e, seeds=1, run=dp_sgd) for n in ("dp-sgd", "dp-sgd, canary") for e in (1.0, 10.0)],
 ]

@@ -54,11 +54,7 @@ def folder(tmp_path: Path) -> Path:
     (place / "images").mkdir()
     (place / "images" / "été 1.png").write_bytes(b"one")
     (place / "images.npz").write_bytes(b"two")
-    (place / "private").mkdir()
-    (place / "x.partial").write_bytes(b"rest")
-    certificate.covering(place).save(place / "certificate.json")
-    (place / "x.partial").unlink()
-    (place / "private").rmdir()
+    certificate.covering(place, ["images", "images.npz", "ledger.jsonl"]).save(place / "certificate.json")
     return place
 
 

@@ -29,7 +29,7 @@ def shared(tmp_path_factory, few_digits):
         vault.counts()
         certificate = Certificate.from_ledger(ledger)
     (folder / "images.txt").write_text("synthetic", "utf-8")
-    certificate.covering(folder).save(folder / "certificate.json")
+    certificate.covering(folder, ["images.txt", "ledger.jsonl"]).save(folder / "certificate.json")
     return folder
 
 
