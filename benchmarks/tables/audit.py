@@ -58,7 +58,7 @@ TELLING: dict[str, dict[str, Any]] = {  # settings for the black box
     "ndpdc": {"images_per_class": 2, "sampling_prob": 1.0},
     "dp-merf": {"steps": 50},
     **{key: {"steps": 20} for key in ("atelier", "dp-kernel", "dp-mepf")},
-    "dp-kernel-as-published": {"steps": 200, "ema": 0.9},
+    "dp-kernel-as-published": {"steps": 200},
     "pge-as-published": {"steps": 60},
 }
 BLACK_BOX_FAULTS = (("no-noise", "ldpdc"), ("no-noise", "dp-merf"), ("private-mean", "dpmix"))
@@ -67,7 +67,8 @@ IMAGES: dict[str, dict[str, Any]] = {  # settings with which digits are recognis
     "ndpdc": {"iterations": 100, "images_per_class": 20},
     "dpmix": {"images_per_class": 600, "sampling_prob": 0.0006},
 }
-WIDTH = {"ndpdc": {"width": 32}}  # constants
+# Named constants of the methods, for the black box and for one run.
+EMA, WIDTH = {"dp-kernel-as-published": {"ema": 0.9}}, {"ndpdc": {"width": 32}}
 SIMULATIONS = 2000
 Rows = dict[str, dict[str, Any]]
 
@@ -91,7 +92,7 @@ def see_all(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # noqa: 
 
 
 def see_images(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # noqa: ARG001
-    make = small(job.method, epsilon=job.epsilon, secure=False, **job.params)
+    make = small(job.method, epsilon=job.epsilon, secure=False, **job.params, **job.constants)
     runs = RUNS[job.method]
     if job.name.startswith("black box, fault "):
         make, runs = with_vault(make, FAULTS[job.name.removeprefix("black box, fault ")].vault), FAULT_RUNS
@@ -194,7 +195,7 @@ JOBS = [
     Job("one run, fault no-noise", "dpmix", "digits", 1.0, IMAGES["dpmix"], seeds=1, run=one_run),
     *[Job("one run", m, "digits", 1.0, IMAGES[m], WIDTH.get(m, {}), seeds=1, run=one_run) for m in IMAGES],
     *[Job(name, None, "digits", 4.0, seeds=1, run=dp_sgd) for name in ("dp-sgd", "dp-sgd, canary")],
-    *[Job("black box", m, "digits", 1.0, TELLING[m], seeds=1, run=see_images) for m in STEPS],
+    *[Job("black box", m, "digits", 1.0, TELLING[m], EMA.get(m, {}), seeds=1, run=see_images) for m in STEPS],
     *[
         Job("black box", m, "digits", epsilon, TELLING.get(m, {}), seeds=1, run=see_images)
         for m in reversed(METHODS)  # the slow ones last

@@ -20,7 +20,11 @@ from sfumato.web.runs import RunStore
 QUICK = ["--method=dp-merf", "--epsilon=500", "--number=40", "--device=cpu", "--set=features=60", "--set=steps=3"]
 REQUEST = "0123456789abcdef" * 2
 ABOUT = {"method": "dp-merf", "epsilon": 500.0, "delta": 1e-5, "unit": "image", "prior": None}
-SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
+# Sets the handler itself: a shell that starts the tests in the background has interrupts ignored.
+SLEEP = (
+    "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "print('begun', flush=True)\ntime.sleep(600)"
+)
 
 
 @pytest.fixture(scope="session")
