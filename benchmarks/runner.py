@@ -2,6 +2,8 @@
 
 The generic job fits a method, draws images and measures them. A row belongs to a job by its job name, method, data,
 epsilon, sample and seed; parameters are recorded but not compared. To run a job again, delete its rows.
+
+Times are in seconds; on a CPU also those of the processor, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -162,11 +164,14 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
         model.with_constants(**job.constants)
         if model.torch_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        started = time.process_time()
         seconds = timed(lambda: model.fit(images))
         certificate = model.certificate_
         facts["certified"] = None if certificate.epsilon is None else round(certificate.epsilon, 4)
         facts["noise_multiplier"] = [round(event["noise_multiplier"], 4) for event in certificate.events]
         facts["fit_s"] = round(seconds, 1)
+        if model.torch_device.type == "cpu":
+            facts["fit_processor_s"] = round(time.process_time() - started, 1)
         if model.torch_device.type == "cuda":
             facts["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     rows = []
@@ -179,8 +184,11 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
             for key in changed:
                 setattr(model, key, sample.options[key])
             given = {key: value for key, value in sample.options.items() if key in model.adjustable}
+            started = time.process_time()
             seconds = timed(lambda: setattr(fitted, "synthetic", model.sample(count, seed=seed, **given)))  # noqa: B023
             fitted.sample_s, drawn = seconds, {"images": count, "sample_s": round(seconds, 1)}
+            if model.torch_device.type == "cpu":
+                drawn["sample_processor_s"] = round(time.process_time() - started, 1)
             if options.pictures and seed == 0:
                 title = "_".join([job.name, job.method, job.data, f"{job.epsilon}", *([name] if name else [])])
                 contact_sheet(fitted.synthetic, options.pictures / f"{title.replace(' ', '-')}.png")

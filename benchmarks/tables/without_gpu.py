@@ -1,16 +1,36 @@
-"""Methods with their presets for a CPU, on two cores and on one core at epsilon 1. For times use --workers 1."""
+"""Methods with their presets for a CPU, on two cores and on one core at epsilon 1. For times use --workers 1.
+
+`photographs`: what a default for colour images has to be chosen from; few images, so that all of it takes an hour.
+"""
 
 from typing import Any
 
-from benchmarks.runner import Job, jobs
+from benchmarks.runner import Job, Sets, jobs
+from sfumato.data import ImageSet
 
 GREY = ["mnist", "fashion-mnist"]
+TRAIN, TEST, DRAWN = 10_000, 3000, 600  # photographs: so few that all methods take an hour on one core
 
 
 def on_cpu(threads: int, method: str, data: list[str], measure: str = "small_cnn", **more: Any) -> list[Job]:
     name, sizes = ("two cores" if threads == 2 else "one core"), {} if method == "dp-merf" else {"public_size": True}
     given = {"params": {**sizes, **more.pop("params", {})}, "measures": (measure,), "seeds": 1, **more}
     return jobs(name, method, data, [1.0], device="cpu", threads=threads, **given)
+
+
+def few(train: ImageSet, test: ImageSet) -> Sets:
+    """Return the first images of both sets; those of CIFAR-10 are in random order."""
+    return _first(train, TRAIN), _first(test, TEST)
+
+
+def _first(images: ImageSet, count: int) -> ImageSet:
+    assert images.labels is not None
+    return ImageSet(images.images[:count], images.labels[:count], images.classes)
+
+
+def photographs(name: str, method: str, **params: Any) -> list[Job]:
+    given = {"params": {"public_size": True, "secure": False, **params}, "measures": ("small_cnn", "fidelity")}
+    return jobs(name, method, ["cifar10"], [1.0], device="cpu", threads=1, seeds=1, prepare=few, images=DRAWN, **given)
 
 
 JOBS = [
@@ -22,4 +42,8 @@ JOBS = [
     *on_cpu(1, "dp-mepf", GREY[1:], params={"secure": False}),
     *on_cpu(1, "ldpdc", GREY[:1], "small_cnn@300"),
     *on_cpu(1, "ndpdc", GREY, "small_cnn@300", params={"iterations": 200}, constants={"width": 32}),
+    *photographs("photographs, tiny-imagenet", "atelier", prior="tiny-imagenet"),
+    *photographs("photographs, random-process", "atelier", prior="random-process"),
+    *photographs("photographs", "dp-merf"),
+    *photographs("photographs", "atelier"),
 ]
