@@ -35,7 +35,7 @@ from sfumato.methods.curriculum_painter import CurriculumPainter
 from sfumato.methods.embedding_painter import EmbeddingPainter
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
-from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter
+from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
 from sfumato.methods.teacher import (
     FEW_STEPS,
     EmbeddingTeacher,
@@ -62,7 +62,6 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
-GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` with a prior
 Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -302,7 +301,8 @@ class Atelier(Synthesizer):
 
     @property
     def sample_batch(self) -> int:  # type: ignore[override]
-        return GPU_SAMPLE_BATCH if self.prior and self.torch_device.type == "cuda" else Synthesizer.sample_batch
+        on_gpu = self.prior and self.torch_device.type == "cuda"
+        return gpu_sample_batch(self._fitted().shape) if on_gpu else Synthesizer.sample_batch
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()

@@ -22,18 +22,20 @@ from torch import nn
 
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import GradientVault
-from sfumato.features.embedding import ImageEmbedding, tilt
+from sfumato.features.embedding import ImageEmbedding, convert, tilt
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.prior_painter import PriorPainter, PrivateLoss
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, use_average, warm_cosine
-from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_images, draw_levels
+from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_levels
+from sfumato.priors.map_space import Pixels
+from sfumato.priors.prior import embedded_shape
 from sfumato.privacy import Release
 
 CPU_NOTE = "without a GPU the preset adapts a prior by few steps only, and hardly; a GPU is advised"
 SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
-EMBEDDED_AT_ONCE, POOL_BATCH = 2000, 2000  # images
+EMBEDDED_AT_ONCE, POOL_BATCH = 500, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
 
 
@@ -47,15 +49,16 @@ class CurriculumPainter(PriorPainter):
         return [Release("means", weight=share**-0.5)] if self.settings.rounds else []
 
     def new_embedding(self) -> ImageEmbedding:
-        return ImageEmbedding(self.public.shape, self.encoder, self.device)
+        return ImageEmbedding(embedded_shape(self.public.shape, self.encoder), self.encoder, self.device)
 
     def embed(self, vault: GradientVault, checkpoints: Checkpoints) -> tuple[ImageEmbedding, GradientVault]:
         """Fit an embedding to the prior's images; return it, and a vault of the embedded private images."""
         embedding = self.new_embedding()
 
         def make() -> dict[str, torch.Tensor]:
-            pool = self._public_pool(checkpoints)[:EMBEDDING_IMAGES]
-            embedding.fit(to_unit_range(pool.to(self.device)), self.seed)
+            pool = self._public_pool(checkpoints)[:EMBEDDING_IMAGES].split(EMBEDDED_AT_ONCE)
+            parts = [convert(to_unit_range(part.to(self.device)), embedding.shape) for part in pool]
+            embedding.fit(torch.cat(parts), self.seed)
             return dict(embedding.state_dict())
 
         embedding.load_state_dict(checkpoints.once("embedding", make))
@@ -77,7 +80,9 @@ class CurriculumPainter(PriorPainter):
             pool = self._public_pool(checkpoints)
             network = self._mixed_network(embedding, pool, teacher)
             network = self._practise(network, embedded, embedding, pool, counts, checkpoints, teacher)
-        loss = PrivateLoss(self.public.shape, self.settings.level_centre)
+        loss = PrivateLoss(self.space.maps, self.settings.level_centre)
+        if self.steps and not isinstance(self.space, Pixels):
+            vault = vault.map(self.space.encode)
         return self.train_privately(vault, network, counts, checkpoints, loss)
 
     def _public_pool(self, checkpoints: Checkpoints) -> torch.Tensor:
@@ -127,13 +132,13 @@ class CurriculumPainter(PriorPainter):
         settings, generator = self.settings, torch.Generator(self.device).manual_seed(self.seed)
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         trainer = Trainer(network, ema=settings.practice_ema, warm_up=True)
-        images, rows = pool, self._embed(embedding, pool)
+        maps, rows = self._maps(pool), self._embed(embedding, pool)
         shares = (counts / counts.sum()).float()
         for number in range(settings.rounds):
             if number:
                 labels = torch.arange(settings.pool, device=self.device) % len(self.public.classes)
                 drawn = checkpoints.once(f"pool {number}", partial(self._drawn, network, labels, number))["images"]
-                images = torch.cat([images, drawn])
+                maps = torch.cat([maps, self._maps(drawn)])
                 rows = torch.cat([rows, self._embed(embedding, drawn)])
             weights = tilt(rows, means, settings.strength)
             if teacher is not None:
@@ -142,11 +147,10 @@ class CurriculumPainter(PriorPainter):
             loop = checkpoints.loop(
                 f"curriculum {number + 1}/{settings.rounds}", settings.practice_steps, trainer=trainer, random=generator
             )
-            pixels = images.to(self.device)
             for step in loop:
                 labels = torch.multinomial(shares, settings.practice_batch, replacement=True, generator=generator)
                 chosen = _draw_rows(weights, labels, generator)
-                batch = to_unit_range(pixels[chosen])
+                batch = to_unit_range(maps[chosen]) if maps.dtype == torch.uint8 else maps[chosen].float()
                 noise = torch.randn(batch.shape, generator=generator, device=self.device)
                 levels = draw_levels(len(batch), generator, settings.practice_centre)
                 trainer.set_rate(settings.practice_rate * warm_cosine(step, settings.practice_steps))
@@ -160,15 +164,14 @@ class CurriculumPainter(PriorPainter):
     def paint(self, network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Draw images for labels [N]."""
         assert isinstance(network, ScoreNetwork)
-        settings, guidance = self.settings, self.settings.guidance if len(self.public.classes) > 1 else 1.0
-        return draw_images(network, self.public.shape, labels, generator, levels=settings.levels, guidance=guidance)
+        guidance = self.settings.guidance if len(self.public.classes) > 1 else 1.0
+        return self.draw(network, labels, generator, guidance=guidance)
 
     def vary(
         self, network: nn.Module, images: torch.Tensor, labels: torch.Tensor, level: float, generator: torch.Generator
     ) -> torch.Tensor:
         assert isinstance(network, ScoreNetwork)
-        settings, shape = self.settings, self.public.shape
-        return draw_images(network, shape, labels, generator, levels=settings.levels, start=images, highest=level)
+        return self.draw(network, labels, generator, start=images, highest=level)
 
     def new_generator(self) -> ScoreNetwork:
         """Return a network for the private classes, whose weights are to be loaded."""
@@ -181,9 +184,15 @@ class CurriculumPainter(PriorPainter):
     def _drawn(self, network: ScoreNetwork, labels: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
         """Draw images of a round for a checkpoint, uint8."""
         generator = torch.Generator(self.device).manual_seed(self.seed + number)
-        shape, levels = self.public.shape, self.settings.levels
-        parts = [draw_images(network, shape, part, generator, levels=levels) for part in labels.split(POOL_BATCH)]
+        parts = [self.draw(network, part, generator) for part in labels.split(POOL_BATCH)]
         return {"images": torch.cat([to_bytes(part).cpu() for part in parts])}
+
+    def _maps(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the network draws, of images as bytes: these bytes, or maps in half precision."""
+        if isinstance(self.space, Pixels):
+            return images.to(self.device)
+        parts = images.split(EMBEDDED_AT_ONCE)
+        return torch.cat([self.space.encode(to_unit_range(part.to(self.device))).half() for part in parts])
 
     def _embed(self, embedding: ImageEmbedding, images: torch.Tensor) -> torch.Tensor:
         parts = images.split(EMBEDDED_AT_ONCE)

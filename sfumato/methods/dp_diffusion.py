@@ -22,12 +22,12 @@ from sfumato.engine import GradientVault, with_share
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.curriculum_painter import CurriculumPainter
-from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, Tune
+from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, Tune, gpu_sample_batch
 from sfumato.nets.training import state_below
 from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
-GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 20_000, 250
+CPU_SAMPLE_BATCH = 250
 COUNTS_ONLY_SHARE = 0.01  # of the budget, for the counts, where there is no curriculum
 
 
@@ -108,7 +108,7 @@ class DPDiffusion(Synthesizer):
 
     @property
     def sample_batch(self) -> int:  # type: ignore[override]
-        return GPU_SAMPLE_BATCH if self.torch_device.type == "cuda" else CPU_SAMPLE_BATCH
+        return gpu_sample_batch(self._fitted().shape) if self.torch_device.type == "cuda" else CPU_SAMPLE_BATCH
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()

@@ -28,12 +28,12 @@ from sfumato.engine import GradientVault
 from sfumato.features.class_gaussians import ClassGaussians, moment_rows
 from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.prior_painter import PriorPainter, PrivateLoss
+from sfumato.methods.prior_painter import PriorPainter, PrivateLoss, gpu_sample_batch
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import even_labels
 from sfumato.priors import Prior
-from sfumato.priors.denoising import draw_images
+from sfumato.priors.map_space import MapSpace
 from sfumato.privacy import Release
 
 NO_GRADIENTS_NOTE = "without private gradients (steps=0) the images keep the look of the prior's; a GPU is advised"
@@ -69,6 +69,10 @@ class EmbeddingPainter(PriorPainter):
         super().__init__(prior, *arguments, encoder=encoder, **options)
         self.new_embedding()  # a damaged prior is refused before anything is spent
 
+    @property
+    def drawn_shape(self) -> tuple[int, int, int]:
+        return self.prior.card.shape
+
     def notes(self) -> list[str]:
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
 
@@ -93,9 +97,8 @@ class EmbeddingPainter(PriorPainter):
     ) -> ConditionedGenerator:
         found = self._gaussians(embedded, embedding, counts, checkpoints)
         made = self.new_generator()
-        shape, width = self.prior.card.shape, embedding.condition_width
-        loss = PrivateLoss(shape, self.settings.level_centre, width)
-        records = vault.map(Records(embedding)) if self.steps else vault
+        loss = PrivateLoss(self.space.maps, self.settings.level_centre, embedding.condition_width)
+        records = vault.map(Records(embedding, self.space)) if self.steps else vault
         network = self.train_privately(records, made.network, counts, checkpoints, loss).eval()
         made.network = network
         made.means.copy_(found.means)
@@ -122,7 +125,9 @@ class EmbeddingPainter(PriorPainter):
         labels = even_labels(classes, count, self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for _ in checkpoints.loop("correction", self.settings.rounds, means=made.means, random=generator):
-            rows = embedding.condition(embedding(self.paint(made, labels, generator)))
+            parts = labels.split(gpu_sample_batch(self.drawn_shape))
+            drawn = torch.cat([embedding(self.paint(made, part, generator)) for part in parts])
+            rows = embedding.condition(drawn)
             sums = torch.zeros_like(wanted).index_add_(0, labels, rows)
             made.means += CORRECTION * (wanted - sums / torch.bincount(labels, minlength=classes)[:, None])
 
@@ -130,12 +135,10 @@ class EmbeddingPainter(PriorPainter):
 
     def paint(self, generator_network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         assert isinstance(generator_network, ConditionedGenerator)
-        return draw_images(
+        return self.draw(
             generator_network.network,
-            self.prior.card.shape,
             torch.full_like(labels, -1),
             generator,
-            levels=self.settings.levels,
             guidance=self.settings.guidance,
             condition=generator_network.gaussians.draw(labels, generator),
         )
@@ -151,12 +154,10 @@ class EmbeddingPainter(PriorPainter):
         """Ask for images with the embeddings of these images."""
         assert isinstance(generator_network, ConditionedGenerator)
         embedding = self.new_embedding()
-        return draw_images(
+        return self.draw(
             generator_network.network,
-            self.prior.card.shape,
             torch.full_like(labels, -1),
             generator,
-            levels=self.settings.levels,
             condition=embedding.condition(embedding(images)),
             start=images,
             highest=level,
@@ -171,11 +172,11 @@ class EmbeddingPainter(PriorPainter):
 
 
 class Records:
-    """Map images to records for private gradients: pixels in the prior's shape, and the condition."""
+    """Map images to records for private gradients: what the network draws, and the condition."""
 
-    def __init__(self, embedding: ImageEmbedding) -> None:
-        self._embedding = embedding
+    def __init__(self, embedding: ImageEmbedding, space: MapSpace) -> None:
+        self._embedding, self._space = embedding, space
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = convert(images, self._embedding.shape).flatten(1)
-        return torch.cat([pixels, self._embedding.condition(self._embedding(images))], 1)
+        maps = self._space.encode(convert(images, self._space.shape)).flatten(1)
+        return torch.cat([maps, self._embedding.condition(self._embedding(images))], 1)

@@ -7,7 +7,7 @@ for images with the embeddings of a class; `curriculum_painter.py` teaches it th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from sfumato.nets.low_rank import add_low_rank, merge_low_rank
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, equal_batches, use_average, warm_cosine
 from sfumato.priors import Prior
+from sfumato.priors.denoising import draw_images
 from sfumato.privacy import Release
 
 Tune = Literal["few", "low-rank", "all"]
@@ -31,6 +32,8 @@ FEW_LABELLED = (*FEW, ".scale_shift.weight")  # and of a network that learns cla
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
 LEAST = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
+LARGE_SIDE, LARGE_POOL = 64, 8000  # pixels a side, above which no more images are drawn in a round: memory
+GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` for images up to that side
 DROPPED_ABOVE = 1.28  # of a normal number: a tenth of the conditions is dropped, for guidance
 
 
@@ -86,6 +89,11 @@ CPU_TRAINING = PainterTraining(
 )
 
 
+def gpu_sample_batch(shape: tuple[int, int, int]) -> int:
+    """Return how many images of a shape are drawn at once on a GPU."""
+    return min(GPU_SAMPLE_BATCH, GPU_SAMPLE_BATCH * LARGE_SIDE**2 // (shape[1] * shape[2]))
+
+
 class PriorPainter(ABC):
     """A prior for one data set: its releases, its adaptation, its samples.
 
@@ -118,6 +126,14 @@ class PriorPainter(ABC):
         self.seed, self.device = seed, device
         name = encoder or self.prior.card.encoder
         self.encoder = load_perceptual(name, device) if name else None  # once, so that what is stated is what is used
+        self.space = self.prior.space(self.drawn_shape, device)
+        if max(public.shape[1:]) > LARGE_SIDE:
+            self.settings = replace(settings, pool=min(settings.pool, LARGE_POOL))
+
+    @property
+    def drawn_shape(self) -> tuple[int, int, int]:
+        """Return the shape of the images that the network draws."""
+        return self.public.shape
 
     # -- the plan -----------------------------------------------------------------------------------------
 
@@ -167,6 +183,16 @@ class PriorPainter(ABC):
 
         - embedded: the vault of the embedded images. counts: images of each class. teacher: if there is one.
         """
+
+    def draw(
+        self, network: ScoreNetwork, labels: torch.Tensor, generator: torch.Generator, **options: Any
+    ) -> torch.Tensor:
+        """Draw images [N, C, H, W] in [-1, 1]; options are those of `draw_images`."""
+        space, start = self.space, options.pop("start", None)
+        if start is not None:
+            options["start"] = space.encode(start)
+        options["levels"] = self.settings.levels
+        return space.decode(draw_images(network, space.maps, labels, generator, limit=space.limit, **options))
 
     @abstractmethod
     def paint(self, generator_network: nn.Module, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -42,14 +42,14 @@ from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.curriculum_painter import CurriculumPainter
 from sfumato.methods.embedding_painter import EmbeddingPainter
-from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter
+from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
 from sfumato.nets.training import state_below
 from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 TEMPERATURE = 0.02  # of the votes, in squared distances. Rounding on a GPU moves an embedding by 4e-5: a vote by 4e-3
 MOMENTS_SHARE = 0.3  # of the budget of `adapt`, for counts and moments; the rest is for gradients
-GPU_SAMPLE_BATCH, CPU_SAMPLE_BATCH = 20_000, 250
+CPU_SAMPLE_BATCH = 250
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class PrivateEvolution(Synthesizer):
 
     @property
     def sample_batch(self) -> int:  # type: ignore[override]
-        return GPU_SAMPLE_BATCH if self.torch_device.type == "cuda" else CPU_SAMPLE_BATCH
+        return gpu_sample_batch(self._fitted().shape) if self.torch_device.type == "cuda" else CPU_SAMPLE_BATCH
 
     def _proportions(self) -> torch.Tensor:
         return self.counts_.cpu()

@@ -17,13 +17,15 @@ from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine.compiled import Compiled
 from sfumato.engine.state import entries_below, flat, read_tensors, restore, state_of, write_tensors
-from sfumato.features.embedding import ImageEmbedding
+from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.features.perceptual import Perceptual
+from sfumato.features.public_autoencoder import NAMES
 from sfumato.nets.samplers import dpm_solver, karras_levels
 from sfumato.nets.score import LABELS, ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
+from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
-from sfumato.progress import bar
+from sfumato.progress import bar, track
 
 CHECKPOINT, PICTURE = "checkpoint.safetensors", "samples.png"
 CHECKPOINTS = 20  # of a training
@@ -37,9 +39,11 @@ GUIDED = (0.2, 6.0)  # noise levels with guidance
 GPU_BATCH, CPU_BATCH = 2000, 50  # images drawn at once; more would not fit into the caches of a CPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
-EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 2000  # public images from which its components come
+EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 500  # public images from which its components come
+ENCODED_AT_ONCE = 100
 SCALE_SHIFT = ".scale_shift.weight"  # its last columns take the condition
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
+LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE = 64, 256  # with an autoencoder
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def train_prior(
     trained_on: str,
     licence: str = "not stated",
     encoder: str = "",
+    autoencoder: str = "",
     start: Prior | None = None,
     settings: PriorTraining = PriorTraining(),  # noqa: B008  (frozen)
     resume: bool = False,
@@ -79,9 +84,11 @@ def train_prior(
     The network is conditioned on labels and on an embedding of the image (`features/embedding.py`), so that a method
     can ask for images whose embedding it has learned about.
 
-    - images: public images of one size, grey or colour, 16 to 64 pixels a side; labels serve as conditions.
+    - images: public images of one size, grey or colour, 16 to 64 pixels a side, with an autoencoder 64 to 256. Labels
+      serve as conditions.
     - name, trained_on, licence: for the card.
     - encoder: public network of the embedding, as `load_perceptual` takes it; default: scattering coefficients.
+    - autoencoder: `taef2`, to learn its maps in place of pixels; default none.
     - start: a prior with a network of the same widths, whose training is continued with these images; default none.
     - settings: of the training and the network.
     - resume: continue an interrupted training in that folder, default False.
@@ -89,10 +96,7 @@ def train_prior(
     """
     target, place = Path(folder), torch.device(device)
     channels, height, width = images.shape
-    if height != width or not MIN_SIDE <= height <= MAX_SIDE:
-        raise DataError(
-            f"a prior needs square images of {MIN_SIDE} to {MAX_SIDE} pixels, not {height} × {width}; pass a size"
-        )
+    _check_size(height, width, autoencoder)
     if len(images) < MIN_IMAGES:
         raise DataError(
             f"a prior needs at least {MIN_IMAGES} images, and should have thousands; there are {len(images)}"
@@ -105,17 +109,23 @@ def train_prior(
         )
     classes = len(images.classes) if images.labels is not None else 1
     network_shape = settings.widths, settings.context, settings.attention
-    card = PriorCard(name, channels, height, classes, *network_shape, trained_on, licence, encoder)
+    card = PriorCard(
+        name, channels, height, classes, *network_shape, trained_on, licence, encoder, autoencoder=autoencoder
+    )
     if start is not None:
         if not _alike(card, start.card):
             raise DataError(
-                f"the prior {start.card.name} has a network of other channels, widths, context or attention"
+                f"the prior {start.card.name} has another autoencoder, or a network of other channels, widths, context "
+                "or attention"
             )
         trained_on, licence = _both(trained_on, start.card.trained_on), _both(licence, start.card.licence)
         card = replace(card, trained_on=trained_on, licence=licence)
     network_of_embedding = card.load_encoder(place)
     if network_of_embedding is not None:
         card = replace(card, encoder_sha256=network_of_embedding.sha256)
+    space = card.space(card.shape, place)
+    if isinstance(space, PublicAutoencoderMaps):
+        card = replace(card, autoencoder_sha256=space.autoencoder.sha256)
     embedding = _embedding(card, network_of_embedding, start, images, seed, place)
     card = replace(card, condition=embedding.condition_width)
     target.mkdir(parents=True, exist_ok=True)
@@ -126,7 +136,7 @@ def train_prior(
             network.load_state_dict(_grown(start, card, dict(network.state_dict())))
         network = network.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
-    batches = PublicBatches(images, embedding, settings, seed, place)
+    batches = PublicBatches(images, embedding, settings, seed, place, space)
     began = "" if start is None else start.sha256
     identity = f"{card}, {settings}, seed {seed}, {_digest(images)}, {began}"
     _train(trainer, batches, settings, target / CHECKPOINT, identity)
@@ -141,10 +151,22 @@ def train_prior(
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         **({} if start is None else {"start_sha256": start.sha256}),
     }
-    _picture(average, card, batches.held_out_conditions(SHOWN), place, seed, target / PICTURE)
+    _picture(average, space, batches.held_out_conditions(SHOWN), seed, target / PICTURE)
     save_prior(target, replace(card, notes=notes), average.state_dict(), embedding.state_dict())
     (target / CHECKPOINT).unlink(missing_ok=True)
     return load_prior(target)
+
+
+def _check_size(height: int, width: int, autoencoder: str) -> None:
+    if autoencoder not in ("", *NAMES):
+        raise DataError(f"there is no autoencoder {autoencoder!r}; available: {', '.join(NAMES)}")
+    low, high = (LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
+    if height != width or not low <= height <= high:
+        hint = "" if autoencoder or height <= MAX_SIDE else "; larger ones need an autoencoder (--autoencoder taef2)"
+        kind = f"a prior with the autoencoder {autoencoder}" if autoencoder else "a prior"
+        raise DataError(
+            f"{kind} needs square images of {low} to {high} pixels, not {height} × {width}; pass a size{hint}"
+        )
 
 
 def _both(new: str, before: str) -> str:
@@ -153,7 +175,8 @@ def _both(new: str, before: str) -> str:
 
 
 def _alike(card: PriorCard, other: PriorCard) -> bool:
-    return (card.channels, card.widths, card.context, card.attention) == (
+    return (card.autoencoder, card.channels, card.widths, card.context, card.attention) == (
+        other.autoencoder,
         other.channels,
         tuple(other.widths),
         other.context,
@@ -172,9 +195,10 @@ def _embedding(
     """Return the embedding of the prior that the training starts from, if it is of the same kind; else fit one."""
     if start is not None and start.embedding and (start.card.encoder, start.card.size) == (card.encoder, card.size):
         return start.new_embedding(encoder, device)
-    embedding = ImageEmbedding(card.shape, encoder, device)
+    embedding = card.new_embedding(encoder, device)
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:EMBEDDING_IMAGES]
-    embedding.fit(to_unit_range(images.images[chosen].to(device)), seed)
+    parts = [convert(to_unit_range(part.to(device)), embedding.shape) for part in images.images[chosen].split(500)]
+    embedding.fit(torch.cat(parts), seed)
     return embedding
 
 
@@ -207,19 +231,32 @@ def _digest(images: ImageSet) -> str:
 
 
 class PublicBatches:
-    """Batches of public images with noise, and held-out images with fixed noise."""
+    """Batches of public images with noise, and held-out images with fixed noise.
+
+    - space: what the network draws, default pixels.
+    """
 
     def __init__(
-        self, images: ImageSet, embedding: ImageEmbedding, settings: PriorTraining, seed: int, device: torch.device
+        self,
+        images: ImageSet,
+        embedding: ImageEmbedding,
+        settings: PriorTraining,
+        seed: int,
+        device: torch.device,
+        space: MapSpace | None = None,
     ) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         held = min(MAX_HELD_OUT, math.ceil(HELD_OUT * len(images)))
         labels = images.labels if images.labels is not None else torch.zeros(len(images), dtype=torch.int64)
-        self._pixels, self._labels = images.images[order].to(device), labels[order].to(device)
+        pixels, self._labels = images.images[order], labels[order].to(device)
         self._held, self._settings = held, settings
-        forms = [self._pixels, self._pixels.flip(3)] if settings.flip else [self._pixels]
+        forms = [pixels, pixels.flip(3)] if settings.flip else [pixels]
         self._conditions = torch.stack([_conditions(form, embedding) for form in forms])  # [forms, N, width]
+        if space is None or isinstance(space, Pixels):
+            self._forms = torch.stack(forms).to(device)  # [forms, N, ...]
+        else:
+            self._forms = torch.stack([_encoded(form, space, device) for form in forms])
 
     @property
     def state(self) -> torch.Generator:
@@ -229,15 +266,19 @@ class PublicBatches:
         """Return images, noise, noise levels, labels and conditions of a batch."""
         generator, count = self._generator, self._settings.batch_size
         device = generator.device
-        chosen = torch.randint(self._held, len(self._pixels), (count,), generator=generator, device=device)
-        pixels, labels = to_unit_range(self._pixels[chosen]), self._labels[chosen]
+        chosen = torch.randint(self._held, len(self._labels), (count,), generator=generator, device=device)
         form = torch.randint(len(self._conditions), (count,), generator=generator, device=device)
-        pixels = torch.where(form.view(-1, 1, 1, 1) == 1, pixels.flip(3), pixels)
+        pixels, labels = self._maps(form, chosen), self._labels[chosen]
         kept = torch.rand(count, 1, generator=generator, device=device) >= DROPPED
         unlabelled = torch.rand(count, generator=generator, device=device) < UNLABELLED
         noise = torch.randn(pixels.shape, generator=generator, device=device)
         levels = draw_levels(count, generator)
         return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[form, chosen]
+
+    def _maps(self, form: torch.Tensor | int, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what the network draws: pixels, or maps."""
+        found = self._forms[form, chosen]
+        return to_unit_range(found) if found.dtype == torch.uint8 else found.float()
 
     def held_out_conditions(self, count: int) -> torch.Tensor:
         """Return the embeddings of `count` held-out images, some of them repeated if there are fewer."""
@@ -249,13 +290,13 @@ class PublicBatches:
 
         - conditioned: whether their embedding is known; their labels are not.
         """
-        generator, device = torch.Generator().manual_seed(0), self._pixels.device
+        generator, device = torch.Generator().manual_seed(0), self._forms.device
         levels = draw_levels(self._held, generator)
-        noise = torch.randn(self._held, *self._pixels.shape[1:], generator=generator)
+        noise = torch.randn(self._held, *self._forms.shape[2:], generator=generator)
         total = 0.0
         for part in torch.arange(self._held).split(250):
             here = part.to(device)
-            pixels, none = to_unit_range(self._pixels[here]), torch.full((len(part),), -1, device=device)
+            pixels, none = self._maps(0, here), torch.full((len(part),), -1, device=device)
             condition = self._conditions[0, here] if conditioned else None
             given = noise[part].to(device), levels[part].to(device), none
             total += float(denoising_loss(network, pixels, *given, condition=condition).sum())
@@ -263,8 +304,16 @@ class PublicBatches:
 
 
 def _conditions(pixels: torch.Tensor, embedding: ImageEmbedding) -> torch.Tensor:
-    rows = [embedding(to_unit_range(part)) for part in pixels.split(EMBEDDED_AT_ONCE)]
+    device = embedding.centre.device
+    rows = [embedding(to_unit_range(part.to(device))) for part in pixels.split(EMBEDDED_AT_ONCE)]
     return embedding.condition(torch.cat(rows))
+
+
+def _encoded(pixels: torch.Tensor, space: MapSpace, device: torch.device) -> torch.Tensor:
+    """Return maps of images, in half precision: those of 100,000 images of 256 pixels take 6.5 GB."""
+    parts = pixels.split(ENCODED_AT_ONCE)
+    encoded = [space.encode(to_unit_range(parts[number].to(device))).half() for number in track(len(parts), "encoding")]
+    return torch.cat(encoded)
 
 
 def draw_levels(count: int, generator: torch.Generator, centre: float = LEVEL_CENTRE) -> torch.Tensor:
@@ -331,8 +380,11 @@ def draw_images(
     condition: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     highest: float = SAMPLER_HIGHEST,
+    limit: float = 1.0,
 ) -> torch.Tensor:
     """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU in bfloat16, compiled, in batches of one size.
+
+    A network of an autoencoder's maps draws maps.
 
     - condition: embeddings [N, width] of the images, if the network is conditioned on them; default none.
     - levels: number of noise levels of the sampler.
@@ -340,7 +392,7 @@ def draw_images(
       2024); 1: none.
     - start: images [N, C, H, W] to vary: noise of the level `highest` is added to them, and removed by the network. The
       higher the level, the less of an image is left. Default: no images, only noise.
-    - highest: first noise level.
+    - highest: first noise level. limit: largest absolute value; that of pixels is 1.
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, highest)
     on_gpu, parts = device.type == "cuda", []
@@ -357,7 +409,7 @@ def draw_images(
         if start is not None:
             noisy[: len(part)] += start[begin : begin + size]
         parts.append(_draw_batch(network, noisy, padded, given, schedule, guidance)[: len(part)])
-    return torch.cat(parts)
+    return torch.cat(parts).clamp(-limit, limit)
 
 
 def _draw_batch(
@@ -379,7 +431,7 @@ def _draw_batch(
             score = torch.lerp(_compiled_score(network, x, levels, none, nothing), plain, guidance)
         return x + level**2 * score
 
-    return dpm_solver(denoise, noisy, schedule).clamp(-1, 1)
+    return dpm_solver(denoise, noisy, schedule)
 
 
 def _score(
@@ -397,10 +449,9 @@ def _score(
 _compiled_score = Compiled(_score)
 
 
-def _picture(
-    network: ScoreNetwork, card: PriorCard, conditions: torch.Tensor, device: torch.device, seed: int, path: Path
-) -> None:
+def _picture(network: ScoreNetwork, space: MapSpace, conditions: torch.Tensor, seed: int, path: Path) -> None:
     """Write a grid of samples with the embeddings of held-out images."""
+    device = conditions.device
     none, generator = torch.full((len(conditions),), -1, device=device), torch.Generator(device).manual_seed(seed)
-    images = draw_images(network, card.shape, none, generator, condition=conditions)
-    contact_sheet(ImageSet(to_bytes(images).cpu()), path, per_class=SHOWN)
+    maps = draw_images(network, space.maps, none, generator, condition=conditions, limit=space.limit)
+    contact_sheet(ImageSet(to_bytes(space.decode(maps)).cpu()), path, per_class=SHOWN)

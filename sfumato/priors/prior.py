@@ -18,15 +18,18 @@ from sfumato.data import DataError
 from sfumato.features import load_perceptual
 from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.perceptual import Perceptual
+from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.features.weights import SAFETENSORS, check_fit, read_card, read_state, save_with_card, sha256_of
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import state_below
+from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
 
 FORMAT = "sfumato-prior-1"
 FILE = "prior.safetensors"  # in the folder that `train_prior` writes
 SHIPPED = Path(__file__).parent / "data"
 MAX_RATIO = 2.0  # between the side of images and of the prior's own
 EMBEDDING = "embedding."  # names of the embedding's tensors in a file
+EMBEDDED_SIDE, ENCODED_SIDE = 64, 128  # pixels to which larger images are reduced for scattering, or an encoder
 ENTRY, LAST, LAST_BIAS = "unet.entry.weight", "unet.last.2.weight", "unet.last.2.bias"
 
 
@@ -42,6 +45,8 @@ class PriorCard:
     - encoder: public network of the embedding (`features/embedding.py`); empty: scattering coefficients.
     - encoder_sha256: of its weight file.
     - condition: width of the embedding on which the network is conditioned; 0: it is not.
+    - autoencoder: public network whose maps the network draws in place of pixels; empty: none.
+    - autoencoder_sha256: of its weight files.
     - notes: further facts, for example the held-out loss; default none.
     """
 
@@ -57,6 +62,8 @@ class PriorCard:
     encoder: str = ""
     encoder_sha256: str = ""
     condition: int = 0
+    autoencoder: str = ""
+    autoencoder_sha256: tuple[str, ...] = ()
     notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -71,11 +78,32 @@ class PriorCard:
             "attention": self.attention,
             "condition": self.condition,
         }
-        return ScoreNetwork(self.channels, self.classes, **options)
+        channels = latent_shape(self.shape)[0] if self.autoencoder else self.channels
+        return ScoreNetwork(channels, self.classes, **options)
 
     def load_encoder(self, device: torch.device) -> Perceptual | None:
         """Load the public network of the embedding."""
         return load_perceptual(self.encoder, device) if self.encoder else None
+
+    def new_embedding(self, encoder: Perceptual | None, device: torch.device) -> ImageEmbedding:
+        """Return the embedding on which the network is conditioned, not fitted yet."""
+        return ImageEmbedding(embedded_shape(self.shape, encoder), encoder, device)
+
+    def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
+        """Return what the network draws for images of `shape`."""
+        if not self.autoencoder:
+            return Pixels(shape)
+        space = PublicAutoencoderMaps(shape, load_autoencoder(device))
+        if self.autoencoder_sha256 not in ((), space.autoencoder.sha256):
+            raise DataError(f"the prior {self.name} was trained with other files of the autoencoder {self.autoencoder}")
+        return space
+
+
+def embedded_shape(shape: tuple[int, int, int], encoder: Perceptual | None) -> tuple[int, int, int]:
+    """Return the shape that images are converted to for their embedding: large ones are reduced."""
+    most = EMBEDDED_SIDE if encoder is None else ENCODED_SIDE
+    channels, height, width = shape
+    return channels, min(height, most), min(width, most)
 
 
 @dataclass(frozen=True)
@@ -101,7 +129,17 @@ class Prior:
             "trained_on": card.trained_on,
             "licence": card.licence,
             "taken_as": "public",
+            **({"autoencoder": self._autoencoder_facts} if self._autoencoder_facts else {}),
         }
+
+    @property
+    def _autoencoder_facts(self) -> dict[str, Any]:
+        card = self.card
+        return {"name": card.autoencoder, "sha256": list(card.autoencoder_sha256)} if card.autoencoder else {}
+
+    def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
+        """Return what the network draws for images of `shape`: pixels, or the maps of an autoencoder."""
+        return self.card.space(shape, device)
 
     @property
     def foreign(self) -> bool:
@@ -115,7 +153,7 @@ class Prior:
                 f"the prior {self.card.name} was trained with another file of the encoder {self.card.encoder} "
                 f"(SHA-256 {self.card.encoder_sha256[:8]}, here {encoder.sha256[:8]})"
             )
-        embedding = ImageEmbedding(self.card.shape, encoder, device)
+        embedding = self.card.new_embedding(encoder, device)
         check_fit(embedding, self.embedding, f"the embedding of the prior {self.card.name}")
         finite = all(value.isfinite().all() for value in self.embedding.values())
         if not finite or embedding.condition_width != self.card.condition:
@@ -136,10 +174,11 @@ class Prior:
     def network(self, channels: int | None = None) -> ScoreNetwork:
         """Return the network for images of `channels` channels, default: the prior's own.
 
-        A grey image is a colour image with three equal channels, and the other way round its mean.
+        A grey image is a colour image with three equal channels, and the other way round its mean. Maps of an
+        autoencoder are the same for both.
         """
         state = dict(self.state)
-        own = self.card.channels
+        own = channels if self.card.autoencoder else self.card.channels
         if channels not in (None, own):
             assert channels is not None
             entry, last, bias = state[ENTRY], state[LAST], state[LAST_BIAS]
@@ -223,6 +262,7 @@ def _find(source: str | Path) -> Path:
 def _card(path: Path) -> PriorCard:
     content = read_card(path, FORMAT)
     try:
-        return PriorCard(**{**content, "widths": tuple(content["widths"])})
+        sha256 = tuple(content.get("autoencoder_sha256", ()))
+        return PriorCard(**{**content, "widths": tuple(content["widths"]), "autoencoder_sha256": sha256})
     except (KeyError, TypeError) as error:
         raise DataError(f"the card in {path} is incomplete or invalid: {error}") from error

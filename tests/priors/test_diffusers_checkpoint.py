@@ -12,11 +12,13 @@ import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
+from sfumato.features.weights import sha256_of
 from sfumato.methods.prior_painter import PainterTraining
+from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.score import ScoreNetwork
 from sfumato.priors import load_prior
 from sfumato.priors.denoising import draw_images
-from sfumato.priors.diffusers_checkpoint import DiffusersNetwork, _log_levels
+from sfumato.priors.diffusers_checkpoint import WEIGHTS, DiffusersNetwork, _log_levels
 from sfumato.testing import build
 
 diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
@@ -95,9 +97,118 @@ def test_a_pipeline_is_read(tmp_path: Path) -> None:
     assert isinstance(load_prior(tmp_path / "pipeline").network(), DiffusersNetwork)
     index = tmp_path / "pipeline" / "model_index.json"
     content = json.loads(index.read_text())
-    index.write_text(json.dumps({**content, "vae": ["diffusers", "AutoencoderKL"]}))
-    with pytest.raises(DataError, match="only pipelines that generate pixels"):
+    index.write_text(json.dumps({**content, "text_encoder": [None, None]}))
+    load_prior(tmp_path / "pipeline")
+    index.write_text(json.dumps({**content, "text_encoder": ["transformers", "CLIPTextModel"]}))
+    with pytest.raises(DataError, match="'text_encoder': it makes images of a text"):
         load_prior(tmp_path / "pipeline")
+    index.write_text(json.dumps({**content, "vae": ["diffusers", "AutoencoderKL"]}))
+    with pytest.raises(DataError, match=r"vae.*cannot be read"):
+        load_prior(tmp_path / "pipeline")
+
+
+def latent_pipeline(folder: Path, kind: str, channels: int = 1, **changes: Any) -> Any:
+    """Write a latent pipeline whose autoencoder halves the side; return the pipeline."""
+    options: dict[str, Any] = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "latent_channels": 2,
+        "norm_num_groups": 4,
+        "scaling_factor": 0.5,
+    }
+    if kind == "AutoencoderKL":
+        options |= {"sample_size": 8, "shift_factor": 0.25}
+    else:
+        options |= {"num_vq_embeddings": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = diffusers.UNet2DModel(**{**SMALL, "sample_size": 4, "in_channels": 2, "out_channels": 2, **changes})
+        coder = getattr(diffusers, kind)(**options)
+    schedule = diffusers.DDIMScheduler(beta_schedule="scaled_linear")
+    pipeline = diffusers.LDMPipeline(coder if kind == "VQModel" else None, network, schedule)
+    pipeline.save_pretrained(folder)
+    if kind == "AutoencoderKL":
+        coder.save_pretrained(folder / "vae")
+        index = folder / "model_index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "vae": ["diffusers", kind]}))
+    return coder.eval()
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "VQModel"])
+def test_latents_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    coder = latent_pipeline(tmp_path, kind)
+    prior = load_prior(tmp_path)
+    assert (prior.card.size, prior.card.channels) == (SIZE, 1)
+    space = prior.space((1, SIZE, SIZE), torch.device("cpu"))
+    assert space.maps == (2, 4, 4)
+    images = torch.rand(40, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        found = coder.encode(images)
+        shift, latents = (0.25, found.latent_dist.mean) if kind == "AutoencoderKL" else (0.0, found.latents)
+        decoded = coder.decode(latents).sample.clamp(-1, 1)
+    maps = space.encode(images)
+    assert torch.allclose(maps, (latents - shift) * 0.5, atol=1e-5)
+    assert torch.allclose(space.decode(maps), decoded, atol=1e-4)
+    assert torch.allclose(space.encode(images.expand(-1, 3, -1, -1)), maps, atol=1e-5)
+    assert prior.network(3)(maps, torch.ones(40), torch.zeros(40, dtype=torch.int64)).shape == maps.shape
+    with pytest.raises(DataError, match=r"multiples of 4 pixels, not 10 × 8; .*--size 4"):
+        prior.check_shape((1, 10, 8))
+
+
+@pytest.mark.parametrize(("key", "kind"), [("dp-diffusion", "AutoencoderKL"), ("atelier", "VQModel")])
+def test_a_fit_in_latent_space_names_the_autoencoder(key: str, kind: str, tmp_path: Path, few_digits: ImageSet) -> None:
+    latent_pipeline(tmp_path / "prior", kind, channels=3)
+    adaptation = PainterTraining(pool=20, rounds=1, practice_steps=2, practice_batch=4, levels=2)
+    settings = {"prior": str(tmp_path / "prior"), "steps": 2, "sampling_prob": 0.3, "device": "cpu", "epsilon": 10.0}
+    settings |= {"tune": "low-rank"} if key == "dp-diffusion" else {"teacher": TeacherSettings(steps=3)}
+    model = build(key, adaptation=adaptation, **settings).fit(few_digits, run_dir=tmp_path / "run")
+    stated = model.certificate_.public_facts["prior"]
+    assert stated["autoencoder"]["name"] == kind
+    folder = "vae" if kind == "AutoencoderKL" else "vqvae"
+    assert stated["autoencoder"]["sha256"] == sha256_of(tmp_path / "prior" / folder / WEIGHTS)
+    assert stated["sha256"] == load_prior(tmp_path / "prior").sha256
+    assert sf.verify(tmp_path / "run" / "certificate.json")
+    samples = model.sample(6).images
+    assert samples.shape == (6, 1, SIZE, SIZE)
+    assert torch.equal(sf.load(tmp_path / "run").sample(6).images, samples)
+    before = load_prior(tmp_path / "prior").network().state_dict()
+    made = model.network_ if key == "dp-diffusion" else model.generator_
+    changed = {name for name, value in made.state_dict().items() if not torch.equal(value, before.get(name, value))}
+    assert {"unet.conv_in.weight", "unet.mid_block.resnets.0.conv1.weight"} <= changed  # merged adapters
+
+
+def test_errors_of_latent_pipelines_are_clear(tmp_path: Path) -> None:
+    latent_pipeline(tmp_path / "pickled", "AutoencoderKL").save_pretrained(
+        tmp_path / "pickled" / "vae", safe_serialization=False
+    )
+    (tmp_path / "pickled" / "vae" / WEIGHTS).unlink()
+    with pytest.raises(DataError, match=r"vae has no .*safe_serialization"):
+        load_prior(tmp_path / "pickled")
+    latent_pipeline(tmp_path / "unlike", "VQModel", in_channels=4, out_channels=4)
+    with pytest.raises(DataError, match="2 latent channels, the network 4"):
+        load_prior(tmp_path / "unlike")
+
+
+def condition_model(folder: Path, *, text: bool) -> None:
+    attention = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")} if text else {}
+    middle = "UNetMidBlock2DCrossAttn" if text else "UNetMidBlock2D"
+    options = {**SMALL, "down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, **attention}
+    network = diffusers.UNet2DConditionModel(**options, mid_block_type=middle, cross_attention_dim=8)
+    network.save_pretrained(folder)
+    diffusers.DDPMScheduler().save_pretrained(folder)
+
+
+def test_a_conditional_network_serves_without_text_only(tmp_path: Path) -> None:
+    condition_model(tmp_path / "plain", text=False)
+    network = load_prior(tmp_path / "plain").network()
+    noisy = torch.randn(2, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    assert clean_image(network, noisy, 1.0, 0).isfinite().all()
+    condition_model(tmp_path / "text", text=True)
+    with pytest.raises(DataError, match="conditioned on text"):
+        load_prior(tmp_path / "text")
 
 
 def test_a_fit_trains_adapters_and_saves(tmp_path: Path, few_digits: ImageSet) -> None:
@@ -151,3 +262,12 @@ def test_the_hash_covers_weights_settings_and_schedule(tmp_path: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "sample_size": 16}))
     digests.add(load_prior(tmp_path).sha256)
     assert len(digests) == 3
+
+
+def test_the_hash_covers_the_autoencoder(tmp_path: Path) -> None:
+    latent_pipeline(tmp_path, "VQModel")
+    digests = {load_prior(tmp_path).sha256}
+    config = tmp_path / "vqvae" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "scaling_factor": 0.25}))
+    digests.add(load_prior(tmp_path).sha256)
+    assert len(digests) == 2
