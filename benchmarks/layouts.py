@@ -133,17 +133,26 @@ def dp_lflow() -> str:
         rows[title] = {"job": "256 pixels" if "256" in name else "default", "data": name, "measure": "small_cnn"}
         rows[f"{title}, sharpened"] = {**rows[title], "sample": "sharpened"}
         rows[f"{title}: AUROC"] = {**rows[title], "measure": "auroc"}
+        for job in PROCEDURAL:
+            rows[f"{title}, {job}"] = {**rows[title], "job": job}
     note = f"{CNN} Sharpened: the paper's smoothing and sharpening. AUROC of codes: one class against the others, mean."
     return simple(note, rows, by_epsilon(), table="dp-lflow")
+
+
+PROCEDURAL = [f"procedural autoencoder{rest}" for rest in ("", ", no gradients", ", no warm start")]
 
 
 def pge() -> str:
     rows = by_epsilon(job="default")
     rows |= {f"ε = 10, {job}": {"job": job, "epsilon": 10.0} for job in PGE_PARTS}
+    rows |= {f"ε = {e:g}, prior": {"job": "prior", "epsilon": e} for e in EPSILONS[1:]}
+    rows["ε = 10, prior, probability flow"] = {"job": "prior", "epsilon": 10.0, "sample": "ode"}
+    rows |= {f"ε = 1, {job}": {"job": job, "epsilon": 1.0} for job in PGE_PRIOR_PARTS}
     rows["as published, no guarantee"] = {"job": "as published", "epsilon": 10.0}
     return simple(CNN, rows, by_data(EVERY), table="pge", measure="small_cnn")
 
 
+PGE_PRIOR_PARTS = ("prior alone", "prior, warm start", "prior, warm start, no gradients")
 PGE_PARTS = ("warm start alone", "no warm start", "residual enhancement", "256 pixels")
 
 

@@ -121,7 +121,7 @@ def plan(
     from sfumato.certificate.dataset_budget import DatasetBudget
     from sfumato.preview import preview
 
-    model = options.create()
+    model = options.create_for(source)
     outline = source.outline()
     declared = (source.size is not None and source.mode is not None) or not Path(source.data).is_dir()
     found = preview(model, outline, max_per_person=source.max_per_person, shape_declared=declared)
@@ -154,7 +154,7 @@ def fit(
     from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_output, check_signing_key
 
-    model = options.create()
+    model = options.create_for(source)
     usable_device(model.device)
     check_signing_key(run.sign)
     check_output(target, run.resume)
@@ -252,7 +252,7 @@ def synth(
     from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_output, check_signing_key, check_sources, synthesize
 
-    model = options.create()
+    model = options.create_for(source)
     usable_device(model.device)
     check_signing_key(run.sign)
     if test is not None:

@@ -60,7 +60,7 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "device": "cpu only" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB",
-        "default method": "atelier" if gpu is not None else "dp-merf",
+        "default method": "atelier" if gpu is not None else "dp-merf; atelier for colour images or with a prior",
         "cores": usable_cores(),
         "free memory": f"{available_memory() / 2**30:.1f} GiB",
         "free disk here": f"{shutil.disk_usage(Path()).free / 2**30:.1f} GiB",
@@ -82,7 +82,7 @@ def estimate(source: DataOptions, options: MethodOptions) -> dict[str, Any]:
     """Return a rough time for a fit on data of this shape and number, measured on random images."""
     from sfumato.methods.timing import estimate_time
 
-    model = options.create()
+    model = options.create_for(source)
     outline = source.outline()
     times = estimate_time(model, model.public_facts(outline), len(outline))
     return {"method": model.key, "fit": _words(times.fit), "10,000 images": _words(times.sample)}

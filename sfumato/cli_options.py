@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sfumato.cluster import ShardedImages
     from sfumato.data import ImageSet
     from sfumato.methods.base import Synthesizer
+    from sfumato.methods.registry import Choice
 
 IMAGES = "Images"
 METHOD = "Method and privacy"
@@ -172,6 +173,11 @@ class DataOptions:
         print_warnings(caught)
         return images
 
+    def channels(self) -> int:
+        """Return the number of channels of the images: as declared by the mode, or of the first image."""
+        known = {"grey": 1, "rgb": 3}
+        return known[self.mode] if self.mode in known else self.outline().shape[0]
+
     def reading(self) -> dict[str, Any]:
         """Return the options by their names, without the data."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name != "max_per_person"}
@@ -186,7 +192,7 @@ class MethodOptions:
         typer.Option(
             "--method",
             "-m",
-            help="Choose a method (sfumato methods). auto chooses one for this machine.",
+            help="Choose a method (sfumato methods). auto chooses one for these images and this machine.",
             rich_help_panel=METHOD,
         ),
     ] = "auto"
@@ -239,8 +245,30 @@ class MethodOptions:
         typer.Option(help="Compute on this device: auto, cpu or cuda.", show_default="auto", rich_help_panel=METHOD),
     ] = None
 
-    def create(self) -> Synthesizer:
-        """Create the method with the parameters that were given."""
+    def choice(self, source: DataOptions) -> Choice | None:
+        """Return what auto chooses for these images, and why; None if a method was given."""
+        from sfumato.methods.registry import DEFAULT, choose
+
+        if self.method != DEFAULT:
+            return None
+        given = parse_assignments(self.params)
+        device, prior = self.device or given.get("device", "auto"), self.prior or given.get("prior", "")
+        first = choose(device, prior=prior)
+        other = choose(device, prior=prior, channels=3)
+        return first if first == other else choose(device, channels=source.channels())  # reads only if it matters
+
+    def create_for(self, source: DataOptions) -> Synthesizer:
+        """Create the method for these images, and say what auto chose."""
+        from sfumato import console
+
+        choice = self.choice(source)
+        if choice is None:
+            return self.create()
+        console.err.print(f"method: {choice.method} ({escape(choice.reason)})", soft_wrap=True)
+        return replace(self, method=choice.method).create()
+
+    def create(self, channels: int | None = None) -> Synthesizer:
+        """Create the method with the parameters that were given; `channels` of the images, if known, are for auto."""
         from sfumato.methods.registry import create
 
         names = ("prior", "epsilon", "delta", "adjacency", "seed", "device")
@@ -248,7 +276,7 @@ class MethodOptions:
         params = parse_assignments(self.params)
         if twice := sorted(given.keys() & params.keys()):
             raise typer.BadParameter(f"--{twice[0]} and --set {twice[0]}=… were both given; pass only one of them")
-        return create(self.method, **given, **params)
+        return create(self.method, channels=channels, **given, **params)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ def prior_list(as_json: Json = False) -> None:
 def prior_train(
     data: Annotated[str, typer.Argument(help="Public images: a folder, file or named data set, as for fit.")],
     target: Annotated[Path, typer.Option("--out", "-o", help="Write the prior to this new folder.")],
-    size: Annotated[int, typer.Option(help="Resize images to this many pixels, 16 to 64.")],
+    size: Annotated[
+        int, typer.Option(help="Resize images to this many pixels, 16 to 64; with an autoencoder 64 to 256.")
+    ],
     mode: Annotated[str, typer.Option(help="Convert images to grey or rgb.")] = "rgb",
     name: Annotated[str | None, typer.Option(help="Name the prior.", show_default="name of the folder")] = None,
     trained_on: Annotated[
@@ -51,6 +53,12 @@ def prior_train(
         typer.Option(
             help="Name the public encoder on whose embedding the prior is conditioned.",
             show_default="scattering coefficients",
+        ),
+    ] = "",
+    autoencoder: Annotated[
+        str,
+        typer.Option(
+            help="Learn the maps of this public autoencoder, taef2, for images above 64 pixels.", show_default="none"
         ),
     ] = "",
     start: Annotated[
@@ -85,7 +93,7 @@ def prior_train(
     began = priors.load_prior(start) if start else None
     shape: dict[str, Any] = {"widths": (width, *[2 * width] * (LEVELS - 1))}
     if began is not None:
-        card, encoder = began.card, encoder or began.card.encoder
+        card, encoder, autoencoder = began.card, encoder or began.card.encoder, autoencoder or began.card.autoencoder
         shape = {"widths": tuple(card.widths), "context": card.context, "attention": card.attention}
     images = read_images(data, size=size, mode=mode, unlabelled=unlabelled, classes=classes, on_error=on_error)
     settings = PriorTraining(steps=steps, batch_size=batch_size, flip=flip, **shape)
@@ -97,6 +105,7 @@ def prior_train(
             trained_on=trained_on or f"{Path(data).resolve().name}, {len(images):,} images",
             licence=licence,
             encoder=encoder,
+            autoencoder=autoencoder,
             start=began,
             settings=settings,
             resume=resume,

@@ -69,7 +69,7 @@ def tune(
     if not public and target is None:
         raise typer.BadParameter("on private images tune makes the images, too: pass --out, or --public")
     grid = _grid(tries)
-    method = options.create()
+    method = options.create_for(source)
     taken = sorted({name for each in grid for name in each} & set(parse_assignments(options.params)))
     if taken:
         raise typer.BadParameter(f"{taken[0]} is given by --set and --try; pass only one of them")

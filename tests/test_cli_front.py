@@ -22,6 +22,7 @@ from sfumato.advice import private_warnings_for
 from sfumato.data import ImageSet, save_images
 from sfumato.methods.registry import METHODS, describe_parameters
 from sfumato.methods.timing import estimate_time
+from sfumato.priors.random_process import random_process
 from sfumato.privacy.vault import MAX_PER_PERSON
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
@@ -303,3 +304,17 @@ def test_private_warnings_are_for_the_terminal(digits: ImageSet, tmp_path: Path,
     assert status == 0
     assert "few images for epsilon 0.1" in " ".join(err.split())
     assert "few images" not in out
+
+
+def test_auto_says_what_it_chose(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Colour is read from --mode, or from the first image; a method that was given needs no reason."""
+    for mode, method, reason in (("grey", "dp-merf", "grey images"), ("rgb", "atelier", "colour images")):
+        status, out, err = run("plan", folder, "--mode", mode, "--device", "cpu", "--json")
+        assert (status, json.loads(out)["method"]) == (0, method)
+        assert f"method: {method} ({reason}" in err
+    colours = save_images(random_process(20, 8), tmp_path / "colours.npz")
+    assert "method: atelier" in run("plan", colours, "--device", "cpu")[2]
+    assert "method:" not in run("plan", colours, "--device", "cpu", "--method", "dp-merf")[2]
+    missing = run("synth", tmp_path / "none", "--out", tmp_path / "out", "--device", "cpu")
+    assert missing[0] == 1
+    assert not (tmp_path / "out").exists()

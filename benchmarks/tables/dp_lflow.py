@@ -1,4 +1,8 @@
-"""DP-LFlow: accuracy, detection of other classes, without a warm start, one conditional model, 256 pixels."""
+"""DP-LFlow: accuracy, detection of other classes, without a warm start, one conditional model, 256 pixels.
+
+Jobs `procedural autoencoder` tell what private gradients add over the warm start where all of them are for the flow;
+`..., no gradients` has the same releases with a learning rate of zero, so that both know the same.
+"""
 
 from typing import Any
 
@@ -25,10 +29,15 @@ def flow(
     return found
 
 
+FIXED = {"preset": "procedural-autoencoder"}
+STILL = {"learning_rates": (1e-12, 1e-12, 1e-12)}
 JOBS = [
     *flow("default", [*GREY, *OTHERS], [1.0, 10.0], seeds=3),
     *flow("warm start alone", GREY, [1.0, 10.0], ALONE, steps=2),
     *flow("256 pixels", LARGE, [10.0], {"code": 64, "couplings": 6}, **LARGE_PARAMS),
     *flow("no warm start", GREY, [1.0, 10.0], warm="none"),
+    *flow("procedural autoencoder", GREY[1:], [1.0, 10.0], **FIXED),
+    *flow("procedural autoencoder, no gradients", GREY[1:], [1.0, 10.0], STILL, **FIXED),
+    *flow("procedural autoencoder, no warm start", GREY[1:], [1.0, 10.0], **FIXED, warm="none"),
     *flow("one conditional model", GREY, [1.0], variant="conditional"),
 ]

@@ -9,7 +9,9 @@ Released: `steps` noisy sums of per-example gradients over Poisson samples, auto
 noisy class counts unless sizes are declared. With `warm`, first the releases of another method, charged in the same
 plan: the networks are pre-trained on what its generator draws, each on its class (`warm_start.py`).
 Public: image shape, class names; permutations and initial weights, from the user's seed. Without `warm` the networks
-are pre-trained on procedural images (`data/procedural.py`), which come from no data and cost no privacy.
+are pre-trained on procedural images (`data/procedural.py`), which come from no data and cost no privacy. With the
+preset `procedural-autoencoder` the autoencoder learns from such images alone and is fixed then: private images are
+encoded once, and the gradients train the flow on their codes.
 Events: Gaussian sums over Poisson samples with probability q. The noise covers both bounds together, sqrt(C1^2 + C2^2)
 (the authors' code noises each block for its own bound and charges once: its true noise is less by sqrt(2)). One model
 per class: an image moves its class's block only, so all classes together are one sum (add-remove). Those of the warm
@@ -66,7 +68,8 @@ class LatentFlow(Synthesizer):
     - likelihood: `code` (default), as in the paper, or `image`, of the code and of the image given the code. May change
       after `fit`.
 
-    Presets: `cpu`; `no-warm-start`: more steps of smaller samples, at higher rates.
+    Presets: `cpu`; `no-warm-start`: more steps of smaller samples, at higher rates; `procedural-autoencoder`: an
+    autoencoder that learns from procedural images alone, so that all gradients are for the flow.
     """
 
     key: ClassVar[str] = "dp-lflow"
@@ -90,6 +93,13 @@ class LatentFlow(Synthesizer):
             "learning_rates": (5e-3, 2e-3, 2e-2),
             "ema": 0.95,
         },
+        "procedural-autoencoder": {
+            "autoencoder": "procedural",
+            "procedural_batches": 4000,
+            "code": 40,
+            "steps": 60,
+            "learning_rates": (1e-4, 4e-4, 4e-3),
+        },
     }
 
     variant: Literal["partitioned", "conditional"] = "partitioned"
@@ -101,6 +111,7 @@ class LatentFlow(Synthesizer):
     likelihood: Literal["code", "image"] = "code"
     warm_start: WarmStartSettings = constant(WarmStartSettings(batch_size=128))  # images of each class in a batch
     procedural_batches: int = constant(1000)  # of pre-training without a warm start; 0: random weights, as in the paper
+    autoencoder: Literal["private", "procedural"] = constant("private")  # images that it learns from
     space: Literal["latent", "pixels"] = constant("latent")  # `pixels`: a flow without autoencoder
     bounds: tuple[float, float] = constant((1.0, 1.0))  # clipping norms of autoencoder and flow
     reconstruction_weight: float = constant(4.0)  # the paper's T^2
@@ -121,6 +132,8 @@ class LatentFlow(Synthesizer):
         for name in ("code", "steps"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
+        if self.autoencoder == "procedural" and (self.space == "pixels" or not self.procedural_batches):
+            raise ValueError("a procedural autoencoder needs space=latent and procedural_batches")
         return self
 
     def _auto_presets(self, public: PublicFacts) -> list[str]:
@@ -145,14 +158,32 @@ class LatentFlow(Synthesizer):
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         self.counts_, generated = self._warm_start(public).begin(vault, self._checkpoints)
-        network = self._new_network(public)
-        if generated is None:
+        network, fixed = self._new_network(public), self.autoencoder == "procedural"
+        if generated is None or fixed:
             network = self._pretrained_on_procedural_images(network, public)
-        else:
-            self._pretrain_on_images(network, generated)
+        if not fixed:
+            if generated is not None:
+                self._pretrain_on_images(network, generated)
+            self.network_ = self._train(vault, network)
+            return
+        encoder, flow = self._encoder(network), self._new_network(public, "codes")
+        flow.load_state_dict({n: value for n, value in network.state_dict().items() if n.startswith("flow.")})
+        if generated is not None:
+            self._pretrain_on_images(flow, generated, encoder)
+        network.flow.load_state_dict(self._train(vault.map(encoder), flow).flow.state_dict())
+        self.network_ = network.requires_grad_(False)
+
+    def _encoder(self, network: LatentNetwork) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the encoder of a network whose autoencoders are the same for all classes."""
+        single = network if self.variant == "conditional" else cast(LatentNetwork, unstack(network, 0))
+        assert single.autoencoder is not None
+        return cast(Callable[[torch.Tensor], torch.Tensor], single.autoencoder["encoder"].requires_grad_(False))
+
+    def _train(self, vault: GradientVault, network: LatentNetwork) -> LatentNetwork:
+        """Train by noisy gradients; return the average of the network."""
         partitioned = self.variant == "partitioned"
         expected = self.sampling_prob * (self.counts_ if partitioned else self.counts_.sum(0, keepdim=True))
-        parts = ("flow",) if self.space == "pixels" else ("autoencoder", "flow")
+        parts = ("flow",) if network.autoencoder is None else ("autoencoder", "flow")
         bounds = dict(zip(parts, self.bounds[-len(parts) :], strict=True))
         rates = dict(zip(("autoencoder.", "flow.couplings.", "flow."), self.learning_rates, strict=True))
         trainer = Trainer(network, ema=self.ema, betas=(0.9, 0.99), rates=rates, warm_up=True)
@@ -176,7 +207,7 @@ class LatentFlow(Synthesizer):
                     for name, total in sums.items()
                 }
             )
-        self.network_ = cast(LatentNetwork, trainer.average)
+        return cast(LatentNetwork, trainer.average)
 
     def _loss(self, model: Callable[..., Any], images: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         """Return the paper's Eq. 5 for each image."""
@@ -204,13 +235,21 @@ class LatentFlow(Synthesizer):
         def batch() -> tuple[torch.Tensor, torch.Tensor]:
             return random_pictures(PROCEDURAL_BATCH, public.shape, generator), labels
 
-        self._pretrain(single, batch, self.procedural_batches, PROCEDURAL_RATE, generator)
+        self._pretrain(single, batch, self.procedural_batches, PROCEDURAL_RATE, generator, "procedural images")
         if single is network:
             return network
         return cast(LatentNetwork, stacked([single] * len(public.classes)))
 
-    def _pretrain_on_images(self, network: LatentNetwork, generated: ImageSet) -> None:
-        """Train on the images of the warm start; stacked networks each on their class."""
+    def _pretrain_on_images(
+        self,
+        network: LatentNetwork,
+        generated: ImageSet,
+        encoder: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Train on the images of the warm start; stacked networks each on their class.
+
+        - encoder: makes codes of the images, for a network that takes codes; default none.
+        """
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         classes, device, settings = len(generated.classes), generator.device, self.warm_start
         images = generated.images.to(device).unflatten(0, (classes, -1))
@@ -219,16 +258,19 @@ class LatentFlow(Synthesizer):
         def batch() -> tuple[torch.Tensor, torch.Tensor]:
             chosen = torch.randint(images.shape[1], label.shape, generator=generator, device=device)
             shown = to_unit_range(images[label, chosen])
+            if encoder is not None:
+                with torch.no_grad():
+                    shown = encoder(shown.flatten(0, 1)).unflatten(0, label.shape)
             return (shown, label) if self.variant == "partitioned" else (shown.flatten(0, 1), label.flatten())
 
-        self._pretrain(network, batch, settings.steps, settings.learning_rate, generator)
+        self._pretrain(network, batch, settings.steps, settings.learning_rate, generator, "pre-training")
 
     def _pretrain(
-        self, network: LatentNetwork, batch: Batch, steps: int, rate: float, generator: torch.Generator
+        self, network: LatentNetwork, batch: Batch, steps: int, rate: float, generator: torch.Generator, stage: str
     ) -> None:
         """Train without noise on images that are not private; leave the network with an average of its weights.
 
-        - batch: draws images and labels, [classes, n] for stacked networks.
+        - batch: draws images (or codes) and labels, [classes, n] for stacked networks. stage: name for checkpoints.
         """
         trainer = Trainer(network, ema=PRETRAINING_EMA, warm_up=True)
 
@@ -240,7 +282,7 @@ class LatentFlow(Synthesizer):
 
         graph = Graph(gradients)
         sizes = [parameter.numel() for parameter in trainer.parameters.values()]
-        for number in self._checkpoints.loop("pre-training", steps, trainer=trainer, generator=generator):
+        for number in self._checkpoints.loop(stage, steps, trainer=trainer, generator=generator):
             images, labels = batch()
             normals = torch.randn(*labels.shape, network.size, generator=generator, device=generator.device)
             flat = graph(NoBundle(), images, labels, normals)
@@ -250,16 +292,16 @@ class LatentFlow(Synthesizer):
             trainer.step({name: part.view_as(parameter) for (name, parameter), part in parts})
         use_average(trainer)
 
-    def _new_network(self, public: PublicFacts) -> LatentNetwork:
+    def _new_network(self, public: PublicFacts, space: str = "") -> LatentNetwork:
         """Return a network, or one for each class, stacked, with initial weights from the user's seed."""
         sizes = {"code": self.code, "width": self.width, "couplings": self.couplings, "hidden": self.hidden}
-        classes = len(public.classes)
+        classes, space = len(public.classes), space or self.space
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             if self.variant == "conditional":
-                network = LatentNetwork(public.shape, self.space, classes, **sizes)
+                network = LatentNetwork(public.shape, space, classes, **sizes)
             else:
-                each = [LatentNetwork(public.shape, self.space, 0, **sizes) for _ in range(classes)]
+                each = [LatentNetwork(public.shape, space, 0, **sizes) for _ in range(classes)]
                 network = cast(LatentNetwork, stacked(each))
         return network.to(self.torch_device)
 

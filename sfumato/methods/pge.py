@@ -28,7 +28,7 @@ from sfumato.data.pixels import to_unit_range
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
-from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
+from sfumato.features.public_autoencoder import Autoencoder, latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.prior_painter import FEW_LABELLED
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
@@ -38,6 +38,7 @@ from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.priors import Prior, load_prior
+from sfumato.priors.map_space import PublicAutoencoderMaps
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
@@ -115,7 +116,7 @@ class GradientEstimation(Synthesizer):
         if self.steps < 2 or self.width % 8:
             raise ValueError("steps must be at least 2, and width a multiple of 8")
         if self.prior and (self.autoencoder or self.network == "energy" or self.preset == "energy"):
-            raise ValueError("a prior is a score network of pixels; leave out autoencoder and preset=energy")
+            raise ValueError("a prior brings its own autoencoder or none; leave out autoencoder and preset=energy")
         return self
 
     def _auto_presets(self, public: PublicFacts) -> list[str]:
@@ -133,8 +134,8 @@ class GradientEstimation(Synthesizer):
     def _releases(self, public: PublicFacts) -> list[Release]:
         if max(self._space(public)[1:]) > MAX_SIDE:
             raise DataError(
-                f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2'; "
-                "pass a smaller size (--size)"
+                f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2' or "
+                "a prior that has it; pass a smaller size (--size)"
             )
         return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
 
@@ -195,7 +196,18 @@ class GradientEstimation(Synthesizer):
 
     def _space(self, public: PublicFacts) -> tuple[int, int, int]:
         """Return the shape that the network sees: of images, or of an autoencoder's latents."""
-        return latent_shape(public.shape) if self.autoencoder else public.shape
+        return latent_shape(public.shape) if self._autoencoder_name else public.shape
+
+    @property
+    def _autoencoder_name(self) -> str:
+        """Return the autoencoder of the parameter, or of the prior."""
+        return load_prior(self.prior).card.autoencoder if self.prior else self.autoencoder
+
+    def _load_autoencoder(self, public: PublicFacts) -> Autoencoder | None:
+        if self.prior:  # which checks that the files are those that it was trained with
+            space = self._load_prior(public).space(public.shape, self.torch_device)
+            return space.autoencoder if isinstance(space, PublicAutoencoderMaps) else None
+        return load_autoencoder(self.torch_device) if self.autoencoder else None
 
     def _load_prior(self, public: PublicFacts) -> Prior:
         prior = load_prior(self.prior)
@@ -217,8 +229,7 @@ class GradientEstimation(Synthesizer):
     def _views(self, public: PublicFacts, **options: Any) -> NoisyViews:
         middle, device = self._middle(public), self.torch_device
         code = CodebookEncoder(self.residual, public.shape, middle, device) if self.residual else None
-        autoencoder = load_autoencoder(device) if self.autoencoder else None
-        shape = self._space(public)
+        autoencoder, shape = self._load_autoencoder(public), self._space(public)
         return NoisyViews(self.score_settings, shape, middle, code=code, autoencoder=autoencoder, **options)
 
     def _new_network(self, public: PublicFacts) -> ScoreNetwork:
@@ -252,9 +263,9 @@ class GradientEstimation(Synthesizer):
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         maps, _ = self.draw(labels, generator)
-        if not self.autoencoder:
-            return maps
-        return load_autoencoder(self.torch_device).decode(maps, self._fitted().shape)
+        public = self._fitted()
+        autoencoder = self._load_autoencoder(public)
+        return maps if autoencoder is None else autoencoder.decode(maps, public.shape)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
         """Return (images or latents for these labels, share of accepted trajectories)."""

@@ -19,8 +19,6 @@ from sfumato.methods.base import FORMAT, Synthesizer
 from sfumato.methods.parameters import chosen_device, usable_device
 
 DEFAULT = "auto"
-DEFAULT_BY_DEVICE = {"cuda": "atelier", "cpu": "dp-merf"}  # most accurate within a few minutes, as measured
-DEFAULT_WITH_PRIOR = "atelier"
 ENTRY_POINTS = "sfumato.methods"  # entry point group of methods from other packages
 METHODS: dict[str, type[Synthesizer]] = {}
 
@@ -35,6 +33,36 @@ class MethodInfo:
     paper: str
     summary: str
     guarantee: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` chooses.
+
+    - method: its key. reason: why, for people.
+    """
+
+    method: str
+    reason: str
+
+
+def choose(device: str = "auto", *, prior: str = "", channels: int | None = None) -> Choice:
+    """Choose a method from public facts: the most accurate one within minutes, as measured (docs/choosing.md).
+
+    A prior is never chosen: that its images are public is for the user to declare.
+
+    - device: as the parameter of methods. prior: that was given; empty: none.
+    - channels: of the images, 1 or 3; None (default): not known.
+    """
+    if prior:
+        return Choice("atelier", "it adapts the prior that was given, and has a teacher that labels the images")
+    if chosen_device(device).type == "cuda":
+        return Choice("atelier", "most accurate with a GPU")
+    if channels == 3:
+        return Choice(
+            "atelier", "colour images without a GPU: dp-merf turns them into noise; --method dp-merf is faster"
+        )
+    return Choice("dp-merf", "grey images without a GPU: the fastest" if channels else "the fastest without a GPU")
 
 
 def register(method: M) -> M:
@@ -88,15 +116,16 @@ def describe_parameters(key: str) -> list[dict[str, Any]]:
     ]
 
 
-def create(method: str = DEFAULT, **params: Any) -> Synthesizer:
+def create(method: str = DEFAULT, *, channels: int | None = None, **params: Any) -> Synthesizer:
     """Return a method by its key, with parameters by name.
 
-    - method: a key of `list_methods`; `auto`: `atelier` on a GPU or with a prior, otherwise `dp-merf`.
+    - method: a key of `list_methods`; `auto`: `atelier` on a GPU, with a prior or for colour images, otherwise
+      `dp-merf`.
+    - channels: of the images, 1 or 3, for `auto`; None (default): not known.
     - params: parameters of the method. An unknown name is an error that names the nearest one.
     """
     if method == DEFAULT:
-        device = chosen_device(params.get("device", "auto")).type
-        method = DEFAULT_WITH_PRIOR if params.get("prior") else DEFAULT_BY_DEVICE.get(device, DEFAULT_BY_DEVICE["cpu"])
+        method = choose(params.get("device", "auto"), prior=params.get("prior", ""), channels=channels).method
     kind = method_type(method)
     kind.check_params(params)
     return kind(**params).validate()

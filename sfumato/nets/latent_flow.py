@@ -1,4 +1,4 @@
-"""DP-LFlow's network: a convolutional autoencoder with a RealNVP on its codes, or a RealNVP on pixels."""
+"""DP-LFlow's network: a convolutional autoencoder with a RealNVP on its codes, or a RealNVP on pixels or on codes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Shape = tuple[int, int, int]
 
 
 class LatentNetwork(nn.Module):
-    """An autoencoder with a flow on its codes, or a flow on pixels.
+    """An autoencoder with a flow on its codes, or a flow on pixels, or on codes that come in place of images.
 
-    - shape: of images. space: `latent` or `pixels`.
+    - shape: of images. space: `latent`, `pixels` or `codes`.
     - classes: number of classes that decoder and flow are conditioned on; 0: unconditional.
     - code: size of a code. width: channels of the first convolution. couplings, hidden: of the flow.
     """
@@ -28,13 +28,12 @@ class LatentNetwork(nn.Module):
         super().__init__()
         self.shape, self.classes = shape, classes
         self.autoencoder: nn.ModuleDict | None = None
-        self.size = math.prod(shape)
+        self.size = math.prod(shape) if space == "pixels" else code
         if space == "latent":
-            self.size = code
             decoder = ConvDecoder(shape, code=code, width=width, context=classes)
             encoder = ConvEncoder(shape, code=code, width=width)
             self.autoencoder = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-        mixed = space == "latent"  # a matrix over all pixels would be larger than the rest
+        mixed = space != "pixels"  # a matrix over all pixels would be larger than the rest
         self.flow = RealNVP(self.size, couplings=couplings, hidden=hidden, context=classes, mixed=mixed)
 
     def forward(

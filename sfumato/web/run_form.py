@@ -101,9 +101,8 @@ class Previews:
         with self._lock:
             outline, remarks = self._outline(form.data)
             declared = form.data.size is not None and form.data.mode is not None
-            found = preview(
-                form.method.create(), outline, max_per_person=form.data.max_per_person, shape_declared=declared
-            )
+            model = form.method.create(outline.shape[0])
+            found = preview(model, outline, max_per_person=form.data.max_per_person, shape_declared=declared)
         return found, remarks
 
     def _outline(self, options: DataOptions) -> tuple[ImageSet, list[str]]:

@@ -14,11 +14,13 @@ import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.data.pixels import to_unit_range
 from sfumato.methods import embedding_painter as module
+from sfumato.methods import prior_painter
 from sfumato.methods.embedding_painter import ConditionedGenerator, EmbeddingPainter, Records
 from sfumato.methods.prior_painter import PainterTraining, PrivateLoss
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.priors import load_prior, save_prior
+from sfumato.priors.map_space import Pixels
 from sfumato.testing import build
 
 PRIOR = Path(__file__).parents[1] / "priors" / "conditioned.safetensors"  # 8 px, grey, random weights
@@ -171,7 +173,7 @@ def test_images_of_a_class_have_embeddings_of_this_class(
 ) -> None:
     """A prior of other digits, without labels; private digits of three classes. With exchanged classes it fails."""
     drawing = Nearest(to_unit_range(digits.images[300:700]))
-    monkeypatch.setattr(module, "draw_images", drawing)
+    monkeypatch.setattr(prior_painter, "draw_images", drawing)
     images = few_digits.subset(torch.arange(60))
     assert images.labels is not None
     images = ImageSet(images.images, images.labels, images.classes[:3])
@@ -258,7 +260,7 @@ def test_the_correction_is_the_mean_over_images_of_each_class(few_digits: ImageS
 def test_a_record_is_an_image_in_the_priors_shape_and_its_condition() -> None:
     embedding = load_prior(PRIOR).new_embedding(None, CPU)
     images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    records = Records(embedding)(images)
+    records = Records(embedding, Pixels((1, 8, 8)))(images)
     assert records.shape == (5, 64 + 176)
     grey = torch.nn.functional.avg_pool2d(images.mean(1, keepdim=True), 2)
     assert torch.allclose(records[:, :64].view(5, 1, 8, 8), grey, atol=1e-5)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
+from sfumato.methods import registry
 from sfumato.methods.base import FORMAT, Synthesizer
 from sfumato.methods.dp_merf import MeanEmbedding
-from sfumato.methods.registry import METHODS, list_methods, register
+from sfumato.methods.registry import METHODS, choose, list_methods, register
 
 QUICK: dict[str, Any] = {"features": 20, "steps": 2, "batch_size": 10, "device": "cpu"}
 
@@ -81,3 +83,22 @@ def test_a_model_of_a_method_that_is_not_installed_is_refused(
     del METHODS["visitor"]
     with pytest.raises(ValueError, match="there is no method 'visitor'"):
         sf.load(tmp_path, device="cpu")
+
+
+def test_auto_chooses_by_public_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {
+        (prior, channels): choose("cpu", prior=prior, channels=channels)
+        for prior in ("", "p")
+        for channels in (1, 3, None)
+    }
+    assert {key: choice.method for key, choice in chosen.items() if not key[0]} == {
+        ("", 1): "dp-merf",
+        ("", 3): "atelier",
+        ("", None): "dp-merf",
+    }
+    assert {choice.method for key, choice in chosen.items() if key[0]} == {"atelier"}
+    assert len({choice.reason for choice in chosen.values()}) == 4
+    model = sf.create("auto", device="cpu", channels=3)
+    assert (model.key, model.prior) == ("atelier", "")  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "chosen_device", lambda device: torch.device("cuda"))
+    assert {choose(channels=channels).method for channels in (1, 3, None)} == {"atelier"}

@@ -384,7 +384,7 @@ def test_held_out_images_are_never_trained_on() -> None:
     batches = PublicBatches(ImageSet(pixels), fitted(stripes()), replace(TINY, batch_size=500), 0, CPU)
     drawn = [batches.draw() for _ in range(8)]
     seen = {int(value) for images, *_ in drawn for value in to_bytes(images[:, 0, 0, 0])}
-    held = {int(value) for value in batches._pixels[: batches._held, 0, 0, 0]}
+    held = {int(value) for value in batches._forms[0, : batches._held, 0, 0, 0]}
     assert len(held) == 2
     assert seen == set(range(100)) - held
 
