@@ -104,13 +104,19 @@ class ImageEmbedding(nn.Module):
 
 def convert(images: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
     """Return images [N, C, H, W] with other channels and another size."""
-    if images.shape[1] != shape[0]:
-        images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+    images = with_channels(images, shape[0])
     if images.shape[2:] == shape[1:]:
         return images
     if images.shape[2] >= shape[1] and images.shape[3] >= shape[2]:
         return functional.adaptive_avg_pool2d(images, shape[1:])
     return functional.interpolate(images, shape[1:], mode="bicubic").clamp(-1, 1)
+
+
+def with_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return images [N, C, H, W] with so many channels: the mean of theirs in each, unless there are as many."""
+    if images.shape[1] == channels:
+        return images
+    return images.mean(1, keepdim=True).expand(-1, channels, -1, -1)
 
 
 def _thumbnails(images: torch.Tensor) -> torch.Tensor:

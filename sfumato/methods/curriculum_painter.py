@@ -29,7 +29,6 @@ from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, use_average, warm_cosine
 from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_levels
-from sfumato.priors.map_space import Pixels
 from sfumato.priors.prior import embedded_shape
 from sfumato.privacy import Release
 
@@ -81,7 +80,7 @@ class CurriculumPainter(PriorPainter):
             network = self._mixed_network(embedding, pool, teacher)
             network = self._practise(network, embedded, embedding, pool, counts, checkpoints, teacher)
         loss = PrivateLoss(self.space.maps, self.settings.level_centre)
-        if self.steps and not isinstance(self.space, Pixels):
+        if self.steps and self.space.changes:
             vault = vault.map(self.space.encode)
         return self.train_privately(vault, network, counts, checkpoints, loss)
 
@@ -179,7 +178,7 @@ class CurriculumPainter(PriorPainter):
         return self._prior_network().with_classes(shares.to(self.device))
 
     def _prior_network(self) -> ScoreNetwork:
-        return self.prior.network(self.public.shape[0]).to(self.device)
+        return self.prior.network().to(self.device)
 
     def _drawn(self, network: ScoreNetwork, labels: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
         """Draw images of a round for a checkpoint, uint8."""
@@ -189,7 +188,7 @@ class CurriculumPainter(PriorPainter):
 
     def _maps(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the network draws, of images as bytes: these bytes, or maps in half precision."""
-        if isinstance(self.space, Pixels):
+        if not self.space.changes:
             return images.to(self.device)
         parts = images.split(EMBEDDED_AT_ONCE)
         return torch.cat([self.space.encode(to_unit_range(part.to(self.device))).half() for part in parts])

@@ -28,7 +28,7 @@ from sfumato.data.pixels import to_unit_range
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
-from sfumato.features.public_autoencoder import Autoencoder, latent_shape, load_autoencoder
+from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.prior_painter import FEW_LABELLED
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
@@ -38,7 +38,7 @@ from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.priors import Prior, load_prior
-from sfumato.priors.map_space import PublicAutoencoderMaps
+from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
@@ -132,7 +132,7 @@ class GradientEstimation(Synthesizer):
         return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        if max(self._space(public)[1:]) > MAX_SIDE:
+        if max(self._maps(public)[1:]) > MAX_SIDE:
             raise DataError(
                 f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2' or "
                 "a prior that has it; pass a smaller size (--size)"
@@ -143,6 +143,7 @@ class GradientEstimation(Synthesizer):
         facts = self._warm_start(public).facts()
         if self.prior:
             facts["prior"] = self._load_prior(public).facts
+            self._space(public)  # other files than those of its training are refused before a run begins
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
@@ -194,20 +195,20 @@ class GradientEstimation(Synthesizer):
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _space(self, public: PublicFacts) -> tuple[int, int, int]:
-        """Return the shape that the network sees: of images, or of an autoencoder's latents."""
-        return latent_shape(public.shape) if self._autoencoder_name else public.shape
+    def _maps(self, public: PublicFacts) -> tuple[int, int, int]:
+        """Return the shape that the network sees: of images, or of an autoencoder's latents. Needs no weights."""
+        card = load_prior(self.prior).card if self.prior else None
+        if card.autoencoder if card else self.autoencoder:
+            return latent_shape(public.shape)
+        return (card.channels, *public.shape[1:]) if card else public.shape
 
-    @property
-    def _autoencoder_name(self) -> str:
-        """Return the autoencoder of the parameter, or of the prior."""
-        return load_prior(self.prior).card.autoencoder if self.prior else self.autoencoder
-
-    def _load_autoencoder(self, public: PublicFacts) -> Autoencoder | None:
-        if self.prior:  # which checks that the files are those that it was trained with
-            space = self._load_prior(public).space(public.shape, self.torch_device)
-            return space.autoencoder if isinstance(space, PublicAutoencoderMaps) else None
-        return load_autoencoder(self.torch_device) if self.autoencoder else None
+    def _space(self, public: PublicFacts) -> MapSpace:
+        """Return what the network sees. Raise `DataError` if an autoencoder's files are not those of the prior."""
+        if self.prior:
+            return self._load_prior(public).space(public.shape, self.torch_device)
+        if self.autoencoder:
+            return PublicAutoencoderMaps(public.shape, load_autoencoder(self.torch_device))
+        return Pixels(public.shape)
 
     def _load_prior(self, public: PublicFacts) -> Prior:
         prior = load_prior(self.prior)
@@ -219,32 +220,31 @@ class GradientEstimation(Synthesizer):
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         if self.prior:
             return tuple(self._load_prior(public).card.widths)
-        halvings = max(1, math.ceil(math.log2(max(self._space(public)[1:]) / MIDDLE)))
+        halvings = max(1, math.ceil(math.log2(max(self._maps(public)[1:]) / MIDDLE)))
         return (self.width, *[2 * self.width] * halvings)
 
     def _middle(self, public: PublicFacts) -> tuple[int, int]:
-        _, height, width = self._space(public)
+        _, height, width = self._maps(public)
         return middle_size((height, width), self._widths(public))
 
     def _views(self, public: PublicFacts, **options: Any) -> NoisyViews:
         middle, device = self._middle(public), self.torch_device
         code = CodebookEncoder(self.residual, public.shape, middle, device) if self.residual else None
-        autoencoder, shape = self._load_autoencoder(public), self._space(public)
-        return NoisyViews(self.score_settings, shape, middle, code=code, autoencoder=autoencoder, **options)
+        return NoisyViews(self.score_settings, self._space(public), middle, code=code, **options)
 
     def _new_network(self, public: PublicFacts) -> ScoreNetwork:
         code = codebook.WIDTH if self.residual else 0
         if self.prior:
             prior = self._load_prior(public)
             shares = torch.full((len(public.classes), prior.card.classes), 1 / prior.card.classes)
-            network = prior.network(public.shape[0]).with_classes(shares, code=code)
+            network = prior.network().with_classes(shares, code=code)
             for name, parameter in network.named_parameters():
                 parameter.requires_grad_(any(part in name for part in TUNED))
             return network.to(self.torch_device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = ScoreNetwork(
-                self._space(public)[0],
+                self._maps(public)[0],
                 len(public.classes),
                 kind=self.network,
                 widths=self._widths(public),
@@ -263,15 +263,13 @@ class GradientEstimation(Synthesizer):
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         maps, _ = self.draw(labels, generator)
-        public = self._fitted()
-        autoencoder = self._load_autoencoder(public)
-        return maps if autoencoder is None else autoencoder.decode(maps, public.shape)
+        return self._space(self._fitted()).decode(maps)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
         """Return (images or latents for these labels, share of accepted trajectories)."""
         public, device, settings = self._fitted(), self.torch_device, self.sampling
         levels = noise_levels(settings.levels, self.score_settings.lowest, self.score_settings.highest)
-        x = levels[0] * torch.randn(len(labels), *self._space(public), generator=generator, device=device)
+        x = levels[0] * torch.randn(len(labels), *self._maps(public), generator=generator, device=device)
         code = None
         if self.residual:  # noise in place of a code (paper, Fig. 3); one for each image
             size = (len(labels), codebook.WIDTH, *self._middle(public))

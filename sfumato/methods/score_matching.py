@@ -15,14 +15,12 @@ from torch import nn
 from sfumato.engine.cuda_graph import Graph, NoBundle
 from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
-from sfumato.features.public_autoencoder import Autoencoder
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.nets.samplers import Target
 from sfumato.nets.score import ScoreNetwork, denoising_loss, sliced_loss
 from sfumato.nets.training import Trainer, use_average, warm_cosine
-
-Shape = tuple[int, int, int]
+from sfumato.priors.map_space import MapSpace
 
 
 @dataclass(frozen=True)
@@ -49,24 +47,23 @@ class NoisyViews:
     `rows` converts an image once: pixels or latents, with its code appended. The losses take such rows, and standard
     normal numbers for each view of them.
 
-    - shape: of what is learned. middle: size of the U-Net's smallest map, which the code has.
-    - code: encoder of residual enhancement, or None. autoencoder: of latents, or None.
+    - space: of what is learned: pixels or latents. middle: size of the U-Net's smallest map, which the code has.
+    - code: encoder of residual enhancement, or None.
     """
 
     def __init__(
         self,
         settings: ScoreSettings,
-        shape: Shape,
+        space: MapSpace,
         middle: tuple[int, int],
         *,
         code: CodebookEncoder | None = None,
-        autoencoder: Autoencoder | None = None,
         slices: bool | None = None,
     ) -> None:
-        self.settings, self.shape, self._middle = settings, shape, middle
-        self.dimension = math.prod(shape)
-        self._code, self._autoencoder = code, autoencoder
-        self.changed = code is not None or autoencoder is not None
+        self.settings, self.shape, self._middle = settings, space.maps, middle
+        self.dimension = math.prod(self.shape)
+        self._code, self._space = code, space
+        self.changed = code is not None or space.changes
         places = math.prod(middle) if code is not None else 0
         sliced = settings.objective == "sliced" if slices is None else slices
         self._sizes = [1, 1, self.dimension, self.dimension if sliced else 0, places, places * codebook.WIDTH]
@@ -75,7 +72,7 @@ class NoisyViews:
     def rows(self, images: torch.Tensor) -> torch.Tensor:
         """Return images [N, C, H, W] in the form that is learned, flat if a code is appended."""
         with torch.no_grad():
-            maps = images if self._autoencoder is None else self._autoencoder.encode(images)
+            maps = self._space.encode(images)
             if self._code is None:
                 return maps
             return torch.cat([maps.flatten(1), self._code(images).flatten(1)], 1)

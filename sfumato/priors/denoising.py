@@ -23,7 +23,7 @@ from sfumato.features.public_autoencoder import NAMES
 from sfumato.nets.samplers import dpm_solver, karras_levels
 from sfumato.nets.score import LABELS, ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
-from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
+from sfumato.priors.map_space import MapSpace, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
 from sfumato.progress import bar, track
 
@@ -253,7 +253,7 @@ class PublicBatches:
         self._held, self._settings = held, settings
         forms = [pixels, pixels.flip(3)] if settings.flip else [pixels]
         self._conditions = torch.stack([_conditions(form, embedding) for form in forms])  # [forms, N, width]
-        if space is None or isinstance(space, Pixels):
+        if space is None or not space.changes:
             self._forms = torch.stack(forms).to(device)  # [forms, N, ...]
         else:
             self._forms = torch.stack([_encoded(form, space, device) for form in forms])

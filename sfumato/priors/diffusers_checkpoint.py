@@ -94,12 +94,11 @@ class DiffusersPrior(Prior):
             )
 
     def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
-        return Pixels(shape) if self.autoencoder is None else DiffusersLatents(shape, self.autoencoder, device)
+        if self.autoencoder is None:
+            return Pixels(shape, self.card.channels)
+        return DiffusersLatents(shape, self.autoencoder, device)
 
-    def network(self, channels: int | None = None) -> ScoreNetwork:
-        if self.autoencoder is None and channels not in (None, self.card.channels):
-            mode = "grey" if self.card.channels == 1 else "rgb"
-            raise DataError(f"the prior {self.card.name} makes {mode} images; convert yours (--mode {mode})")
+    def network(self) -> ScoreNetwork:
         return copy.deepcopy(self.loaded)
 
 

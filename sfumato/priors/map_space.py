@@ -1,4 +1,4 @@
-"""What the network of a prior draws: pixels, or the maps of an autoencoder (latents), which are smaller than the image.
+"""What the network of a prior draws: pixels in its own channels, or the maps of an autoencoder (latents).
 
 Private images are encoded through `Vault.map`: each by itself, by a public network.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sfumato.features.embedding import with_channels
 from sfumato.features.public_autoencoder import CLAMP, ENCODER_SCALE, Autoencoder, latent_shape
 
 Shape = tuple[int, int, int]
@@ -21,10 +22,12 @@ class MapSpace(ABC):
     """Convert images [N, C, H, W] in [-1, 1] to what a network draws, and back.
 
     - shape: of images. maps: shape of what the network draws. limit: its largest absolute value.
+    - changes: whether maps differ from images.
     - facts: description of the autoencoder for certificates; None: there is none.
     """
 
     limit: float = 1.0
+    changes: bool = True
     facts: Mapping[str, Any] | None = None
 
     def __init__(self, shape: Shape, maps: Shape) -> None:
@@ -40,16 +43,23 @@ class MapSpace(ABC):
 
 
 class Pixels(MapSpace):
-    """No autoencoder: maps are images."""
+    """No autoencoder: maps are images with the channels of the prior.
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape, shape)
+    A grey image has three equal channels for a prior of colour images, whose noise differs from channel to channel: a
+    network of one channel, with the mean of the weights, would see too little noise and leave it in the image.
+
+    - channels: of the prior; None (default): those of the images.
+    """
+
+    def __init__(self, shape: Shape, channels: int | None = None) -> None:
+        super().__init__(shape, (channels or shape[0], *shape[1:]))
+        self.changes = self.maps != shape
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        return images
+        return with_channels(images, self.maps[0])
 
     def decode(self, maps: torch.Tensor) -> torch.Tensor:
-        return maps
+        return with_channels(maps, self.shape[0])
 
 
 class PublicAutoencoderMaps(MapSpace):

@@ -30,7 +30,6 @@ SHIPPED = Path(__file__).parent / "data"
 MAX_RATIO = 2.0  # between the side of images and of the prior's own
 EMBEDDING = "embedding."  # names of the embedding's tensors in a file
 EMBEDDED_SIDE, ENCODED_SIDE = 64, 128  # pixels to which larger images are reduced for scattering, or an encoder
-ENTRY, LAST, LAST_BIAS = "unet.entry.weight", "unet.last.2.weight", "unet.last.2.bias"
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class PriorCard:
     def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
         """Return what the network draws for images of `shape`."""
         if not self.autoencoder:
-            return Pixels(shape)
+            return Pixels(shape, self.channels)
         space = PublicAutoencoderMaps(shape, load_autoencoder(device))
         if self.autoencoder_sha256 not in ((), space.autoencoder.sha256):
             raise DataError(f"the prior {self.name} was trained with other files of the autoencoder {self.autoencoder}")
@@ -171,23 +170,10 @@ class Prior:
                 "pass another size (--size), or train a prior of this size (sfumato prior train)"
             )
 
-    def network(self, channels: int | None = None) -> ScoreNetwork:
-        """Return the network for images of `channels` channels, default: the prior's own.
-
-        A grey image is a colour image with three equal channels, and the other way round its mean. Maps of an
-        autoencoder are the same for both.
-        """
-        state = dict(self.state)
-        own = channels if self.card.autoencoder else self.card.channels
-        if channels not in (None, own):
-            assert channels is not None
-            entry, last, bias = state[ENTRY], state[LAST], state[LAST_BIAS]
-            state[ENTRY] = entry.sum(1, keepdim=True).expand(-1, channels, -1, -1) / channels
-            state[LAST] = last.mean(0, keepdim=True).expand(channels, -1, -1, -1)
-            state[LAST_BIAS] = bias.mean(0, keepdim=True).expand(channels)
-        card = self.card if channels is None else PriorCard(**{**vars(self.card), "channels": channels})
-        network = card.new_network()
-        network.load_state_dict(state)
+    def network(self) -> ScoreNetwork:
+        """Return the network, which draws in `space`."""
+        network = self.card.new_network()
+        network.load_state_dict(self.state)
         return network
 
 

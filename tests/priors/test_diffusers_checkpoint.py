@@ -153,7 +153,7 @@ def test_latents_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(maps, (latents - shift) * 0.5, atol=1e-5)
     assert torch.allclose(space.decode(maps), decoded, atol=1e-4)
     assert torch.allclose(space.encode(images.expand(-1, 3, -1, -1)), maps, atol=1e-5)
-    assert prior.network(3)(maps, torch.ones(40), torch.zeros(40, dtype=torch.int64)).shape == maps.shape
+    assert prior.network()(maps, torch.ones(40), torch.zeros(40, dtype=torch.int64)).shape == maps.shape
     with pytest.raises(DataError, match=r"multiples of 4 pixels, not 10 × 8; .*--size 4"):
         prior.check_shape((1, 10, 8))
 
@@ -246,8 +246,6 @@ def test_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config.write_text(json.dumps({**json.loads(config.read_text()), "_class_name": "UNet1DModel"}))
     with pytest.raises(DataError, match="UNet2DModel"):
         load_prior(tmp_path / "other")
-    with pytest.raises(DataError, match="--mode grey"):
-        load_prior(tmp_path / "good").network(3)
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(DataError, match=r"sfumato\[diffusers\]"):
         load_prior(tmp_path / "good")

@@ -55,7 +55,7 @@ def test_a_prior_of_maps_is_trained_on_maps(large: ImageSet, tmp_path: Path, aut
     assert (card.autoencoder, card.autoencoder_sha256, card.shape) == ("taef2", autoencoder.sha256, (1, SIDE, SIDE))
     assert load_prior(tmp_path).card == card
     assert made.facts["autoencoder"] == {"name": "taef2", "sha256": list(autoencoder.sha256)}
-    assert made.network(3).unet.entry.in_channels == 32
+    assert made.network().unet.entry.in_channels == 32
     space = card.space(card.shape, CPU)
     batches = PublicBatches(large, made.new_embedding(None, CPU), SETTINGS, 0, CPU, space)
     maps, noise, *_ = batches.draw()
