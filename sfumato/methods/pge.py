@@ -143,6 +143,7 @@ class GradientEstimation(Synthesizer):
         facts = self._warm_start(public).facts()
         if self.prior:
             facts["prior"] = self._load_prior(public).facts
+            self._load_autoencoder(public)  # other files than those of its training are refused before a run begins
         if self.residual:
             facts["residual"] = codebook.facts(self.residual)
         if self.autoencoder:
