@@ -137,7 +137,8 @@ class DiffusersLatents(MapSpace):
         for part in images.split(IMAGES_PER_BATCH):
             found = self._model.encode(part, return_dict=False)[0]
             maps.append(found.mode() if hasattr(found, "mode") and not isinstance(found, torch.Tensor) else found)
-        return (torch.cat(maps) - coder.shift) * coder.scale
+        scaled: torch.Tensor = (torch.cat(maps) - coder.shift) * coder.scale
+        return scaled
 
     @torch.no_grad()
     def decode(self, maps: torch.Tensor) -> torch.Tensor:

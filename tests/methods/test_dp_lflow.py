@@ -254,3 +254,54 @@ def test_painted_images_teach_each_class_its_own(variant: str, digits: ImageSet)
     network = model._new_network(model.public_)
     model._pretrain_on_images(network, painted)
     assert recognised(network) > 70
+
+
+# -- an autoencoder from procedural images -----------------------------------------------------------------
+
+
+def fixed(kind: Any = quick, **settings: Any) -> Any:
+    return kind(**{"autoencoder": "procedural", **settings})
+
+
+@pytest.mark.parametrize("options", [{}, {"variant": "conditional"}])
+def test_a_procedural_autoencoder_is_sound(options: dict[str, Any], fewer_digits: ImageSet) -> None:
+    check_synthesizer(lambda **params: fixed(**{"steps": 2, **options, **params}), fewer_digits)
+
+
+@pytest.mark.parametrize("kind", [quick, warm])
+def test_private_images_change_the_flow_only(kind: Any, few_digits: ImageSet, tmp_path: Path) -> None:
+    """Of two sets that share nothing, the autoencoders are the same, and the same for all classes."""
+    other = ImageSet(255 - few_digits.images, few_digits.labels, few_digits.classes)
+    model, second = (fixed(kind, epsilon=math.inf, public_size=True).fit(images) for images in (few_digits, other))
+    states = [each.network_.state_dict() for each in (model, second)]
+    same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
+    assert all(equal for name, equal in same.items() if name.startswith("autoencoder."))
+    assert not same["flow.shift"]
+    weights = states[0]["autoencoder.encoder.trunk.0.weight"]
+    assert torch.equal(weights[0], weights[-1])
+    assert not torch.equal(
+        weights[0], fixed()._new_network(few_digits.public()).state_dict()["autoencoder.encoder.trunk.0.weight"][0]
+    )  # it has learned from procedural images
+    model.save(tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model").sample(9, seed=1).images, model.sample(9, seed=1).images)
+
+
+def test_only_the_flow_is_clipped_and_trained(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[Any] = []
+
+    def kept(vault: GradientVault, network: Any, *given: Any, bound: Any, **options: Any) -> Any:
+        bounds.append((bound, {name.split(".")[0] for name, _ in network.named_parameters()}))
+        return ask(vault, network, *given, bound=bound, **options)
+
+    ask = GradientVault.gradient
+    monkeypatch.setattr(GradientVault, "gradient", kept)
+    fixed().fit(few_digits)
+    assert bounds == [({"flow": 1.0}, {"flow"})] * 3
+
+
+def test_a_procedural_autoencoder_needs_one() -> None:
+    for other in ({"space": "pixels"}, {"procedural_batches": 0}):
+        with pytest.raises(ValueError, match="needs space=latent and procedural_batches"):
+            fixed(**other).validate()
+    preset = LatentFlow(preset="procedural-autoencoder")._resolved(load_images("digits").public())
+    assert preset.autoencoder == "procedural"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sfumato.features.public_autoencoder import Autoencoder
 from sfumato.methods.prior_painter import PainterTraining
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.score import ScoreNetwork
-from sfumato.priors import Prior, load_prior, prior, train_prior
+from sfumato.priors import Prior, denoising, load_prior, prior, train_prior
 from sfumato.priors.denoising import PriorTraining, PublicBatches, draw_images
 from sfumato.priors.map_space import PublicAutoencoderMaps
 from sfumato.testing import build
@@ -23,38 +24,48 @@ from sfumato.testing import build
 CPU = torch.device("cpu")
 SIDE = 64
 SETTINGS = PriorTraining(steps=2, batch_size=4, widths=(8, 8), context=8, attention=1, flip=True)
+SHA256 = ("of the encoder", "of the decoder")
 
 
-@pytest.fixture(autouse=True)
-def autoencoder(monkeypatch: pytest.MonkeyPatch) -> Autoencoder:
+@pytest.fixture(scope="module", autouse=True)
+def autoencoder() -> Iterator[Autoencoder]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = Autoencoder().eval().requires_grad_(False)
-    network.sha256 = ("of the encoder", "of the decoder")
-    monkeypatch.setattr(prior, "load_autoencoder", lambda device: network)
-    return network
+    network.sha256 = SHA256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prior, "load_autoencoder", lambda device: network)
+        patch.setattr(denoising, "SHOWN", 4)
+        yield network
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, large: ImageSet) -> Path:
+    """A prior of maps."""
+    path = tmp_path_factory.mktemp("prior")
+    train(path, large)
+    return path
 
 
 @pytest.fixture(scope="session")
 def large(digits: ImageSet) -> ImageSet:
-    """Sixty digits of three classes, 64 pixels a side."""
+    """Fifty digits of three classes, 64 pixels a side."""
     assert digits.labels is not None
-    chosen = (digits.labels < 3).nonzero()[:60, 0]
+    chosen = (digits.labels < 3).nonzero()[:50, 0]
     pixels = digits.images[chosen].repeat_interleave(8, 2).repeat_interleave(8, 3)
     return ImageSet(pixels, digits.labels[chosen], digits.classes[:3])
 
 
-def train(folder: Path, images: ImageSet, **options: Any) -> Prior:
+def train(target: Path, images: ImageSet, **options: Any) -> Prior:
     given = {"name": "maps", "trained_on": "digits", "settings": SETTINGS, "autoencoder": "taef2"}
-    return train_prior(images, folder, **{**given, **options})
+    return train_prior(images, target, **{**given, **options})
 
 
-def test_a_prior_of_maps_is_trained_on_maps(large: ImageSet, tmp_path: Path, autoencoder: Autoencoder) -> None:
-    made = train(tmp_path, large)
+def test_a_prior_of_maps_is_trained_on_maps(large: ImageSet, folder: Path, autoencoder: Autoencoder) -> None:
+    made = load_prior(folder)
     card = made.card
-    assert (card.autoencoder, card.autoencoder_sha256, card.shape) == ("taef2", autoencoder.sha256, (1, SIDE, SIDE))
-    assert load_prior(tmp_path).card == card
-    assert made.facts["autoencoder"] == {"name": "taef2", "sha256": list(autoencoder.sha256)}
+    assert (card.autoencoder, card.autoencoder_sha256, card.shape) == ("taef2", SHA256, (1, SIDE, SIDE))
+    assert made.facts["autoencoder"] == {"name": "taef2", "sha256": list(SHA256)}
     assert made.network().unet.entry.in_channels == 32
     space = card.space(card.shape, CPU)
     batches = PublicBatches(large, made.new_embedding(None, CPU), SETTINGS, 0, CPU, space)
@@ -76,8 +87,8 @@ def test_maps_of_images_in_any_shape(autoencoder: Autoencoder) -> None:
     assert space.decode(100 * maps).abs().max() <= 1
 
 
-def test_maps_that_are_drawn_have_the_limit_of_the_decoder(large: ImageSet, tmp_path: Path) -> None:
-    made = train(tmp_path, large)
+def test_maps_that_are_drawn_have_the_limit_of_the_decoder(folder: Path) -> None:
+    made = load_prior(folder)
     network, space = made.network(), made.space(made.card.shape, CPU)
     given = network, space.maps, torch.zeros(3, dtype=torch.int64), torch.Generator().manual_seed(0)
     bright = {"levels": 2, "start": torch.full((3, *space.maps), 3.0), "highest": 0.03}
@@ -86,14 +97,16 @@ def test_maps_that_are_drawn_have_the_limit_of_the_decoder(large: ImageSet, tmp_
 
 
 @pytest.mark.parametrize("key", ["atelier", "dp-diffusion", "pge"])
-def test_methods_with_a_prior_of_maps(key: str, large: ImageSet, tmp_path: Path) -> None:
-    made = train(tmp_path / "prior", large)
-    settings: dict[str, Any] = {"prior": str(tmp_path / "prior"), "steps": 2, "sampling_prob": 0.3, "device": "cpu"}
+def test_methods_with_a_prior_of_maps(key: str, large: ImageSet, folder: Path, tmp_path: Path) -> None:
+    made = load_prior(folder)
+    settings: dict[str, Any] = {"prior": str(folder), "steps": 2, "sampling_prob": 0.3, "device": "cpu"}
     if key != "pge":
-        settings["adaptation"] = PainterTraining(pool=20, rounds=1, practice_steps=2, practice_batch=4, levels=2)
+        settings["adaptation"] = PainterTraining(
+            pool=8, rounds=1, practice_steps=2, practice_batch=4, levels=2, tries=1
+        )
     if key == "atelier":
         settings["teacher"] = TeacherSettings(steps=3)
-    private = large.subset(torch.arange(30))
+    private = large.subset(torch.arange(15))
     model = build(key, epsilon=10.0, **settings).fit(private, run_dir=tmp_path / "run")
     assert model.certificate_.public_facts["prior"] == made.facts
     assert sf.verify(tmp_path / "run" / "certificate.json")
@@ -106,25 +119,24 @@ def test_methods_with_a_prior_of_maps(key: str, large: ImageSet, tmp_path: Path)
 
 
 def test_other_weights_of_the_autoencoder_are_refused_before_anything_is_spent(
-    large: ImageSet, tmp_path: Path, autoencoder: Autoencoder
+    large: ImageSet, folder: Path, tmp_path: Path, autoencoder: Autoencoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tmp_path / "prior", large)
-    autoencoder.sha256 = ("of another encoder", "of the decoder")
+    monkeypatch.setattr(autoencoder, "sha256", ("of another encoder", "of the decoder"))
     for key in ("atelier", "pge"):
         with pytest.raises(DataError, match="other files of the autoencoder taef2"):
-            build(key, prior=str(tmp_path / "prior"), device="cpu").fit(large, run_dir=tmp_path / "run")
+            build(key, prior=str(folder), device="cpu").fit(large, run_dir=tmp_path / "run")
         assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
-def test_errors_are_clear(large: ImageSet, tmp_path: Path) -> None:
+def test_errors_are_clear(large: ImageSet, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no autoencoder 'taef3'; available: taef2"):
         train(tmp_path, large, autoencoder="taef3")
-    pixels = torch.zeros(60, 1, 80, 80, dtype=torch.uint8)
+    pixels = torch.zeros(50, 1, 80, 80, dtype=torch.uint8)
     with pytest.raises(DataError, match=r"16 to 64 pixels, not 80 × 80; .*--autoencoder taef2"):
         train(tmp_path, ImageSet(pixels), autoencoder="")
     with pytest.raises(DataError, match="64 to 256 pixels, not 40 × 40"):
         train(tmp_path, ImageSet(pixels[:, :, :40, :40]))
-    first = train(tmp_path / "maps", large)
+    first = load_prior(folder)
     with pytest.raises(DataError, match="another autoencoder"):
         train(tmp_path / "pixels", large, autoencoder="", start=first)
     grown = train(tmp_path / "more", large, start=first)
