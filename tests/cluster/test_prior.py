@@ -42,13 +42,13 @@ def train(folder: Path, workers: Any = None, **changes: Any) -> Prior:
 
 def distance(one: Prior, other: Prior) -> float:
     assert one.card == other.card
-    return max(float((one.state[name] - value).abs().max()) for name, value in other.state.items())
+    return sum(float((one.state[name] - value).square().sum()) for name, value in other.state.items()) ** 0.5
 
 
 def test_parts_of_a_batch_give_the_prior_of_one_process(tmp_path: Path) -> None:
     one, three = train(tmp_path / "one"), train(tmp_path / "three", Three())
     a_step = distance(one, train(tmp_path / "fewer", steps=5))
-    assert distance(one, three) < a_step / 3  # a file holds half precision, and Adam enlarges what rounding changes
+    assert distance(one, three) < a_step / 5  # a file holds half precision, and Adam enlarges what rounding changes
     assert torch.allclose(one.embedding["spread"], three.embedding["spread"])
 
 
@@ -85,17 +85,16 @@ def test_a_training_may_continue_on_workers(tmp_path: Path, monkeypatch: pytest.
     assert read_tensors(tmp_path / "prior" / CHECKPOINT)[1]["step"] == 4
     settings: dict[str, Any] = {"settings": TINY, "workers": Three(), "resume": True}
     found = train_prior(random_process(60, 16), tmp_path / "prior", name="p", trained_on="t", **settings)
-    assert distance(found, expected) < 1e-3
+    assert distance(found, expected) < distance(expected, train(tmp_path / "fewer", steps=5)) / 5
 
 
 def test_a_killed_worker_changes_no_prior(tmp_path: Path, cluster: Any) -> None:
-    expected, before = train(tmp_path / "one", steps=60), cluster.pids()
-    ten_steps = distance(expected, train(tmp_path / "fewer", steps=50))
+    expected, before = train(tmp_path / "one", cluster, steps=40), cluster.pids()
     thread = kill_a_worker_during(cluster, 0.5)
-    found = train(tmp_path / "two", cluster, steps=60)
+    found = train(tmp_path / "two", cluster, steps=40)
     thread.join()
     assert cluster.pids() != before
-    assert distance(found, expected) < ten_steps / 3
+    assert distance(found, expected) == 0  # not a bit
 
 
 def test_results_of_many_calls_come_in_order(cluster: Any) -> None:
