@@ -260,13 +260,13 @@ def speed_parts() -> str:
 
 
 def cluster() -> str:
-    tables = {f"speed-{name}": table(f"speed-{name}") for name in ("cluster", "streaming", "neighbour")}
-    rows = []
+    names = [f"speed-{name}" for name in ("cluster", "streaming", "neighbour", "gpu-features")]
+    tables, rows = {name: found for name in names if (found := table(name))["rows"]}, []
     for found in tables.values():
         for row in found["rows"]:
             device = row.get("device", found["device"])
             words = ", ".join(f"{what.replace('_', ' ')} {value:g}" for what, value in row["measured"].items())
-            rows.append([row["job"], device, words])
+            rows.append([row["job"], device, words + (f", slower: {row['slower']}" if "slower" in row else "")])
     note = "Times in seconds, on a shared machine: upper bounds. Ratios within one run: speed relative to "
     note += "this process (last row: two workers to one); memory relative to 100,000 images; time of a query from the "
     note += "shards again to that from kept rows; time relative to one thread beside a busy program. "

@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from sfumato.cli_options import Classes, Device, Json, OnError, Unlabelled, read_images
+from sfumato.cli_options import Classes, Cluster, Device, Json, OnError, Unlabelled, Workers, read_images
 
+STORE_BYTES = 1 << 30  # object store of a local cluster: weights, and a gradient from each worker
 STEPS, BATCH_SIZE, WIDTH, LEVELS = 20_000, 256, 128, 4  # of `PriorTraining`, which is not imported for a usage error
 prior_app = typer.Typer(help="List priors, or train one on public images.", no_args_is_help=True)
 
@@ -81,12 +82,15 @@ def prior_train(
     ] = False,
     seed: Annotated[int, typer.Option(help="Set the seed of weights, order and noise.")] = 0,
     device: Device = "auto",
+    cluster: Cluster = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Train a prior on public images. Certificates will state what it was trained on."""
     if width % 8:
         raise typer.BadParameter(f"--width must be a multiple of 8, got {width}")
     from sfumato import console, priors
+    from sfumato.cluster import connect
     from sfumato.methods.parameters import chosen_device
     from sfumato.priors.denoising import PICTURE, PriorTraining
 
@@ -97,6 +101,7 @@ def prior_train(
         shape = {"widths": tuple(card.widths), "context": card.context, "attention": card.attention}
     images = read_images(data, size=size, mode=mode, unlabelled=unlabelled, classes=classes, on_error=on_error)
     settings = PriorTraining(steps=steps, batch_size=batch_size, flip=flip, **shape)
+    executor = None if cluster is None else connect(cluster, workers=workers, store=STORE_BYTES)
     try:
         prior = priors.train_prior(
             images,
@@ -111,10 +116,14 @@ def prior_train(
             resume=resume,
             seed=seed,
             device=chosen_device(device),
+            workers=executor,
         )
     except KeyboardInterrupt:
         console.err.print("interrupted; continue with the same command and --resume")
         raise typer.Exit(130) from None
+    finally:
+        if executor is not None:
+            executor.close()
     loss = prior.card.notes["held_out_loss"]
     if as_json:
         return console.print_json({"prior": str(target), "sha256": prior.sha256, "held_out_loss": loss})

@@ -11,6 +11,11 @@ from sfumato.cluster.worker import Entry, Failure, Loaded, Partial, Step, Task, 
 class Executor(Protocol):
     """Computes shards. Each method yields one result for each entry, in any order, or raises."""
 
+    @property
+    def number(self) -> int:
+        """Return how many workers there are."""
+        ...
+
     def load(self, entries: Sequence[Entry]) -> Iterator[Loaded | Failure]: ...
 
     def total(self, task: Task, entries: Sequence[Entry]) -> Iterator[Partial | Failure]: ...
@@ -23,6 +28,10 @@ class Executor(Protocol):
         """Yield the results of calls, in order. Errors keep their messages, so that these must tell nothing private."""
         ...
 
+    def share(self, value: Any) -> Any:
+        """Return what stands for a value among the arguments of `compute`; it travels to each machine once."""
+        ...
+
     def forget(self, owner: str) -> None:
         """Delete the pixels of one image set."""
         ...
@@ -32,6 +41,8 @@ class Executor(Protocol):
 
 class InProcess:
     """One worker in this process, shard by shard."""
+
+    number = 1
 
     def __init__(self) -> None:
         self._worker = Worker()
@@ -50,6 +61,9 @@ class InProcess:
 
     def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
         return (function(*call) for call in calls)
+
+    def share(self, value: Any) -> Any:
+        return value
 
     def forget(self, owner: str) -> None:
         self._worker.forget(owner)

@@ -15,11 +15,13 @@ import secrets
 import shutil
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sfumato.cluster.travelling import pack, versions
@@ -39,6 +41,7 @@ from sfumato.data.errors import DataError, DataWarning, reason
 from sfumato.threads import usable_cores
 
 RETRIES = 8  # of a call that ended its worker; workers are started again without limit
+AHEAD = 2  # calls of `compute` that wait for each worker: their arguments are in the object store
 PATIENCE = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,14 +77,14 @@ class RayCluster:
         self._steps: dict[str, bytes] = {}
         self._started = not self._ray.is_initialized()
         if self._started:
-            self._start(address, workers, store)
+            self._start(address, store)
         elif address not in _started:
             what = f"Ray is already initialised in this process, not by sfumato for {address!r}"
             raise DataError(f"{what}: private images could travel to other machines. Call ray.shutdown() first")
         resources = self._ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), max(1, int(resources.get("CPU", 1)))
         number = workers or gpus or cpus
-        self.threads = max(1, cpus // number)
+        self.threads = max(1, cpus // number)  # of a worker that decodes
         kind = self._ray.remote(_Actor).options(
             num_cpus=0 if address == "local" else min(self.threads, cpus / number),  # local: as many as were asked for
             num_gpus=gpus / number if gpus else 0,
@@ -93,6 +96,10 @@ class RayCluster:
         if len(ready) < number:
             self.close()
             raise DataError(f"the cluster {address} has no room for {number} workers; pass fewer (--workers)")
+
+    @property
+    def number(self) -> int:
+        return len(self._actors)
 
     def pids(self) -> list[int]:
         """Return the process of each worker."""
@@ -124,14 +131,20 @@ class RayCluster:
     def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
         with _in_words(withheld=False):
             packed = self._ray.put(pack(function)[0])
-            waiting = [
-                self._actors[number % len(self._actors)].compute.remote(packed, *call)
-                for number, call in enumerate(calls)
-            ]
-        for each in waiting:
+        waiting: deque[Any] = deque()
+        for following in range(len(calls) + AHEAD * self.number):
             with _in_words(withheld=False):
-                result = self._ray.get(each)
+                if following < len(calls):
+                    actor = self._actors[following % self.number]
+                    waiting.append(actor.compute.remote(packed, *calls[following]))
+                if following < AHEAD * self.number or not waiting:
+                    continue
+                result = self._ray.get(waiting.popleft())
             yield result
+
+    def share(self, value: Any) -> Any:
+        with _in_words(withheld=False):
+            return self._ray.put(value)
 
     def forget(self, owner: str) -> None:
         self._entries = {key: value for key, value in self._entries.items() if key[0] != owner}
@@ -150,14 +163,14 @@ class RayCluster:
             self._ray.shutdown()
             _started.clear()
 
-    def _start(self, address: str, workers: int | None, store: int) -> None:
+    def _start(self, address: str, store: int) -> None:
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if address == "local":
             check_shared_memory(store)
             options |= {
                 "address": "local",
-                "num_cpus": workers or usable_cores(),
+                "num_cpus": usable_cores(),
                 "include_dashboard": False,
                 "object_store_memory": store,
                 "_system_config": SYSTEM,
@@ -209,7 +222,13 @@ class RayCluster:
 
 
 class _Actor(Worker):
-    """A worker as an actor: graphs arrive pickled."""
+    """A worker as an actor: graphs arrive pickled. It computes in one thread, so that the number of workers, which
+    share the cores of a machine, changes no rounding.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        torch.set_num_threads(1)
 
     def pid(self) -> int:
         return os.getpid()

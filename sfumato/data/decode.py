@@ -115,8 +115,8 @@ class Conversion:
 
 
 def file_item(path: Path, name: str) -> Item:
-    """Describe an image file on disk."""
-    return Item(name, partial(_open_file, path))
+    """Describe an image file on disk, by its absolute path: workers may have another working directory."""
+    return Item(name, partial(_open_file, path.absolute()))
 
 
 def _open_file(path: Path) -> BinaryIO:

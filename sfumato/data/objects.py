@@ -37,7 +37,7 @@ def is_hugging_face(source: Any) -> bool:
 def open_saved_dataset(folder: Path) -> Any:
     """Open a folder that `datasets` wrote."""
     try:
-        return _datasets().load_from_disk(str(folder))
+        return _datasets().load_from_disk(str(folder.absolute()))  # workers may have another working directory
     except DataError:
         raise
     except Exception as error:  # the library raises many kinds for a damaged folder

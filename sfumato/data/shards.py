@@ -86,12 +86,16 @@ class MissingShard(DataError):
 
 @dataclass(frozen=True)
 class FileShard:
-    """A tar or Parquet file, by path or URL."""
+    """A tar or Parquet file, by path or URL.
+
+    - address: where it is read. A path is absolute, because workers may have another working directory.
+    """
 
     name: str
+    address: str
 
     def read(self, reading: Reading, expected: str | None) -> tuple[Listing, str]:
-        data = read_bytes(self.name)
+        data = read_bytes(self.name, self.address)
         sha256 = _checked(self.name, hashlib.sha256(data), expected)
         reader = list_webdataset if self.name.lower().endswith(".tar") else list_parquet
         found = reader([Content(self.name, data)], **reading.options.columns)
@@ -151,7 +155,7 @@ def find_shards(source: Any, reading: Reading, seed: int) -> list[Shard]:
     if names:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise DataError(f"{twice[0]} is listed twice in {source}; a shard counts once")
-        return [FileShard(name) for name in names]
+        return [FileShard(name, name if "://" in name else str(Path(name).absolute())) for name in names]
     found = find_source(source, reading.options, reading.conversion, reading.workers)
     where = str(source) if isinstance(source, str | Path) else "images"
     if isinstance(found, ImageSet):
@@ -241,12 +245,12 @@ def decode_shard(
     return Decoded(sha256, pixels, labels, persons, tuple(found.classes), skipped)
 
 
-def read_bytes(name: str) -> bytes:
-    """Return the content of a file, local or by URL."""
+def read_bytes(name: str, address: str) -> bytes:
+    """Return the content of a file, local or by URL; errors name it by `name`."""
     try:
-        if "://" not in name:
-            return Path(name).read_bytes()
-        with _fsspec().open(name, "rb") as file:
+        if "://" not in address:
+            return Path(address).read_bytes()
+        with _fsspec().open(address, "rb") as file:
             data: bytes = file.read()
             return data
     except Exception as error:  # file systems of fsspec raise many kinds

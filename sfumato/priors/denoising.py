@@ -17,12 +17,13 @@ from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine.compiled import Compiled
 from sfumato.engine.state import entries_below, flat, read_tensors, restore, state_of, write_tensors
-from sfumato.features.embedding import ImageEmbedding, convert
-from sfumato.features.perceptual import Perceptual
+from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.public_autoencoder import NAMES
 from sfumato.nets.samplers import dpm_solver, karras_levels
-from sfumato.nets.score import LABELS, ScoreNetwork, denoising_loss
+from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
+from sfumato.priors.continuation import alike, embedding_of, grown_state, joined_words
+from sfumato.priors.data_parallel import Workers, batch_gradients, embed_parts
 from sfumato.priors.map_space import MapSpace, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
 from sfumato.progress import bar, track
@@ -39,9 +40,7 @@ GUIDED = (0.2, 6.0)  # noise levels with guidance
 GPU_BATCH, CPU_BATCH = 2000, 50  # images drawn at once; more would not fit into the caches of a CPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
-EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 500  # public images from which its components come
-ENCODED_AT_ONCE = 100
-SCALE_SHIFT = ".scale_shift.weight"  # its last columns take the condition
+EMBEDDED_AT_ONCE, ENCODED_AT_ONCE = 500, 100  # images
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
 LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE = 64, 256  # with an autoencoder
 
@@ -78,6 +77,7 @@ def train_prior(
     resume: bool = False,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    workers: Workers | None = None,
 ) -> Prior:
     """Train a prior on public images; write it, a picture of samples and checkpoints to `folder`.
 
@@ -93,6 +93,8 @@ def train_prior(
     - settings: of the training and the network.
     - resume: continue an interrupted training in that folder, default False.
     - seed: of initial weights, order and noise, default 0. device: default "cpu".
+    - workers: compute embeddings and gradients there (`cluster.connect`), with one part of each batch for each worker;
+      default: in this process. The prior is the same up to rounding.
     """
     target, place = Path(folder), torch.device(device)
     channels, height, width = images.shape
@@ -113,12 +115,12 @@ def train_prior(
         name, channels, height, classes, *network_shape, trained_on, licence, encoder, autoencoder=autoencoder
     )
     if start is not None:
-        if not _alike(card, start.card):
+        if not alike(card, start.card):
             raise DataError(
                 f"the prior {start.card.name} has another autoencoder, or a network of other channels, widths, context "
                 "or attention"
             )
-        trained_on, licence = _both(trained_on, start.card.trained_on), _both(licence, start.card.licence)
+        trained_on, licence = joined_words(trained_on, start.card.trained_on), joined_words(licence, start.card.licence)
         card = replace(card, trained_on=trained_on, licence=licence)
     network_of_embedding = card.load_encoder(place)
     if network_of_embedding is not None:
@@ -126,20 +128,20 @@ def train_prior(
     space = card.space(card.shape, place)
     if isinstance(space, PublicAutoencoderMaps):
         card = replace(card, autoencoder_sha256=space.autoencoder.sha256)
-    embedding = _embedding(card, network_of_embedding, start, images, seed, place)
+    embedding = embedding_of(card, network_of_embedding, start, images, seed, place)
     card = replace(card, condition=embedding.condition_width)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = card.new_network()
         if start is not None:
-            network.load_state_dict(_grown(start, card, dict(network.state_dict())))
+            network.load_state_dict(grown_state(start, card, dict(network.state_dict())))
         network = network.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
-    batches = PublicBatches(images, embedding, settings, seed, place, space)
+    batches = PublicBatches(images, embedding, settings, seed, place, space, workers)
     began = "" if start is None else start.sha256
     identity = f"{card}, {settings}, seed {seed}, {_digest(images)}, {began}"
-    _train(trainer, batches, settings, target / CHECKPOINT, identity)
+    _train(trainer, batches, settings, target / CHECKPOINT, identity, card, workers)
     average = cast(ScoreNetwork, trainer.average.eval())
     notes = {
         "held_out_loss": round(batches.held_out_loss(average), 4),
@@ -169,60 +171,6 @@ def _check_size(height: int, width: int, autoencoder: str) -> None:
         )
 
 
-def _both(new: str, before: str) -> str:
-    """Return what holds for both trainings of a prior: a certificate has to name the images of each."""
-    return new if new == before else f"{new}; before that, {before}"
-
-
-def _alike(card: PriorCard, other: PriorCard) -> bool:
-    return (card.autoencoder, card.channels, card.widths, card.context, card.attention) == (
-        other.autoencoder,
-        other.channels,
-        tuple(other.widths),
-        other.context,
-        other.attention,
-    )
-
-
-def _embedding(
-    card: PriorCard,
-    encoder: Perceptual | None,
-    start: Prior | None,
-    images: ImageSet,
-    seed: int,
-    device: torch.device,
-) -> ImageEmbedding:
-    """Return the embedding of the prior that the training starts from, if it is of the same kind; else fit one."""
-    if start is not None and start.embedding and (start.card.encoder, start.card.size) == (card.encoder, card.size):
-        return start.new_embedding(encoder, device)
-    embedding = card.new_embedding(encoder, device)
-    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:EMBEDDING_IMAGES]
-    parts = [convert(to_unit_range(part.to(device)), embedding.shape) for part in images.images[chosen].split(500)]
-    embedding.fit(torch.cat(parts), seed)
-    return embedding
-
-
-def _grown(start: Prior, card: PriorCard, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a prior in the shapes of `state`: conditions that it does not know have no effect yet."""
-    known = start.card.condition if (start.card.encoder, start.card.size) == (card.encoder, card.size) else 0
-    for name, value in start.state.items():
-        if name == LABELS:
-            first, own, labels = value.split([card.context, start.card.condition, start.card.classes], 1)
-            if start.card.classes != card.classes:
-                labels = labels.mean(1, keepdim=True).expand(-1, card.classes)
-            state[name] = torch.cat([first, _columns(own[:, :known], card.condition), labels], 1)
-        elif name.endswith(SCALE_SHIFT):
-            first, own = value.split([card.context, start.card.condition], 1)
-            state[name] = torch.cat([first, _columns(own[:, :known], card.condition)], 1)
-        else:
-            state[name] = value
-    return state
-
-
-def _columns(columns: torch.Tensor, count: int) -> torch.Tensor:
-    return columns if columns.shape[1] == count else columns.new_zeros(len(columns), count)
-
-
 def _digest(images: ImageSet) -> str:
     """Return the SHA-256 of pixels and labels: a training is continued with the same images only."""
     digest = hashlib.sha256(images.images.numpy().tobytes())
@@ -244,6 +192,7 @@ class PublicBatches:
         seed: int,
         device: torch.device,
         space: MapSpace | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -252,7 +201,7 @@ class PublicBatches:
         pixels, self._labels = images.images[order], labels[order].to(device)
         self._held, self._settings = held, settings
         forms = [pixels, pixels.flip(3)] if settings.flip else [pixels]
-        self._conditions = torch.stack([_conditions(form, embedding) for form in forms])  # [forms, N, width]
+        self._conditions = torch.stack([_conditions(form, embedding, workers) for form in forms])  # [forms, N, width]
         if space is None or not space.changes:
             self._forms = torch.stack(forms).to(device)  # [forms, N, ...]
         else:
@@ -303,10 +252,15 @@ class PublicBatches:
         return total / self._held
 
 
-def _conditions(pixels: torch.Tensor, embedding: ImageEmbedding) -> torch.Tensor:
+def _conditions(pixels: torch.Tensor, embedding: ImageEmbedding, workers: Workers | None = None) -> torch.Tensor:
     device = embedding.centre.device
-    rows = [embedding(to_unit_range(part.to(device))) for part in pixels.split(EMBEDDED_AT_ONCE)]
-    return embedding.condition(torch.cat(rows))
+
+    def rows(part: torch.Tensor) -> torch.Tensor:
+        return embedding.condition(embedding(to_unit_range(part.to(device))))
+
+    if workers is not None:
+        return embed_parts(workers, rows, pixels, EMBEDDED_AT_ONCE).to(device)
+    return torch.cat([rows(part) for part in pixels.split(EMBEDDED_AT_ONCE)])
 
 
 def _encoded(pixels: torch.Tensor, space: MapSpace, device: torch.device) -> torch.Tensor:
@@ -340,7 +294,15 @@ def mean_denoising_loss(
 compiled_denoising_loss = Compiled(mean_denoising_loss)
 
 
-def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, checkpoint: Path, identity: str) -> None:
+def _train(
+    trainer: Trainer,
+    batches: PublicBatches,
+    settings: PriorTraining,
+    checkpoint: Path,
+    identity: str,
+    card: PriorCard,
+    workers: Workers | None,
+) -> None:
     """Train, with a checkpoint after each twentieth of the steps; continue one of the same `identity` that is there."""
     parts: dict[str, Any] = {"trainer": trainer, "batches": batches.state}
     start, interval = 0, max(1, settings.steps // CHECKPOINTS)
@@ -357,7 +319,10 @@ def _train(trainer: Trainer, batches: PublicBatches, settings: PriorTraining, ch
     with bar("training the prior") as advance:
         for step in range(start, settings.steps):
             trainer.set_rate(settings.learning_rate * warm_cosine(step, settings.steps))
-            trainer.descend(compiled_denoising_loss(network, *batches.draw()))
+            if workers is None:
+                trainer.descend(compiled_denoising_loss(network, *batches.draw()))
+            else:
+                trainer.step(batch_gradients(workers, compiled_denoising_loss, card, network, batches.draw()))
             advance(step + 1, settings.steps)
             if (step + 1) % interval == 0:
                 tensors = flat({key: state_of(part) for key, part in parts.items()})

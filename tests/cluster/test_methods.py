@@ -40,15 +40,22 @@ def test_a_method_fits_on_shards(key: str, digits: ImageSet, tmp_path: Path) -> 
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("key", ["dp-lflow", "pge", "dp-diffusion"])
 def test_two_workers_train_the_model_of_one_process(
-    key: str, digits: ImageSet, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    key: str, digits: ImageSet, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The manifest has the seed of the division, so that both have the same shards and samples. There is no noise."""
+
     def exact(self: ClusterVault, release: Release, total: torch.Tensor, *_: Any) -> torch.Tensor:
         return total.double()
 
     monkeypatch.setattr(ClusterVault, "_noised", exact)
-    one, other = (
-        small(key)(epsilon=20.0).fit(open_shards(digits, cluster=where))._state() for where in (None, cluster)
-    )
-    assert one.keys() == other.keys()
+
+    def fitted(where: Any, manifest: str) -> dict[str, torch.Tensor]:
+        with open_shards(digits, cluster=where, manifest=tmp_path / manifest) as images:
+            state: dict[str, torch.Tensor] = small(key)(epsilon=20.0).fit(images)._state()
+            return state
+
+    one, two, resampled = fitted(None, "manifest"), fitted(cluster, "manifest"), fitted(None, "another")
+    assert one.keys() == two.keys()
     for name in one:
-        assert torch.equal(one[name], other[name]), name
+        assert torch.equal(one[name], two[name]), name
+    assert not all(torch.equal(one[name], resampled[name]) for name in one)  # the states depend on the sums

@@ -171,6 +171,22 @@ def test_a_shard_that_changes_before_a_query_stops_the_run_in_words(shards: Path
     assert [entry["name"] for entry in vault.ledger.entries[1:]] == ["counts", "sampled", "sum"]
 
 
+@pytest.mark.parametrize("kind", ["tar", "folder"])
+def test_workers_find_relative_names_from_another_folder(
+    shards: Path, digits: ImageSet, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_images(digits, tmp_path / "folder")
+    monkeypatch.chdir(tmp_path)
+    images = open_shards("shards/*.tar" if kind == "tar" else "folder", classes=10, mode="grey")
+    assert {line.name.partition("/")[0].partition(" ")[0] for line in images.manifest()} == {
+        "shards" if kind == "tar" else "folder"
+    }  # names stay as they were given, so that the set may move with its manifest
+    vault = vault_of(images)
+    images.executor.close()  # as if a worker was started again, elsewhere
+    monkeypatch.chdir(tmp_path.parent)
+    assert float(vault.counts().sum()) == 60
+
+
 def test_images_that_cannot_be_decoded(shards: Path, digits: ImageSet) -> None:
     path = shards / "w-002.tar"
     content = path.read_bytes()
