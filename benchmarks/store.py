@@ -71,7 +71,7 @@ def merge(source: Path, folder: Path = RESULTS) -> list[str]:
             known.setdefault(_identity(row), set()).update(row["measured"])
         fresh = [row for row in found["rows"] if not known.get(_identity(row), set()) & row["measured"].keys()]
         if fresh:
-            append(path.stem, fresh, found, folder)
+            append(path.stem, fresh, {key: found[key] for key in HEAD}, folder)
             tables.append(path.stem)
     return tables
 
