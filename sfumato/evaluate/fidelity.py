@@ -222,9 +222,8 @@ def _nuclear_norm(matrix: torch.Tensor, by_gram: bool) -> torch.Tensor:
     - by_gram: as roots of the eigenvalues of the Gram matrix, which needs no SVD: those are slow on a GPU. A singular
       value that is 1e-6 of the largest, or less, then has an error of up to 1e-6 of the largest; others far less.
     """
-    if not by_gram:
-        return torch.linalg.svdvals(matrix).sum()
-    return torch.linalg.eigvalsh(matrix @ matrix.T).clamp_min(0).sqrt().sum()
+    found: torch.Tensor = torch.linalg.svdvals(matrix) if not by_gram else torch.linalg.eigvalsh(matrix @ matrix.T)
+    return (found.clamp_min(0).sqrt() if by_gram else found).sum()
 
 
 def _gram(x: torch.Tensor) -> torch.Tensor:
