@@ -4,6 +4,7 @@
     python -m benchmarks TABLE [options]       run what is missing of a table, or a speed benchmark (speed-NAME)
     python -m benchmarks all [options]         run what is missing of all tables
     python -m benchmarks render [--check]      write tables and plots into README.md and docs/
+    python -m benchmarks merge FOLDER          add the rows of result files that were made on another machine
     python -m benchmarks train-encoder NAME    train an encoder of the package on public images
     python -m benchmarks vgg-weights FILE      convert VGG weights of other packages to an encoder file
     python -m benchmarks train-prior NAME      train a prior of the package on public or procedural images
@@ -19,7 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.store import RESULTS, ROOT, load
+from benchmarks.store import RESULTS, ROOT, load, merge
 
 FOLDERS = {"tables": "", "speed": "speed-"}
 NEEDS_MORE = ("smoke",)  # not part of `all`
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--epsilon", type=float, nargs="+", default=[], help="only these budgets")
     made.add_argument("--job", nargs="+", default=[], help="only jobs with these names")
     made.add_argument("--method", nargs="+", default=[], help="only jobs of these methods")
+    made.add_argument("--measure", nargs="+", default=[], help="only these measures, as the table names them")
     made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     made.add_argument("--pictures", type=Path, help="write contact sheets of the first seed there")
     made.add_argument("--check", action="store_true", help="render: write nothing; status 1 if a file is out of date")
@@ -71,6 +73,9 @@ def main() -> int:
         from benchmarks import train_encoder
 
         return train_encoder.main(sys.argv[2:])
+    if sys.argv[1:2] == ["merge"] and len(sys.argv) == 3:
+        print("rows added to:", ", ".join(merge(Path(sys.argv[2]))) or "nothing")
+        return 0
     options = parser().parse_args()
     if options.table == "render":
         from benchmarks.render import render

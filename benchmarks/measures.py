@@ -3,8 +3,8 @@
 - NAME: accuracy in percent of a classifier of `sfumato.evaluate`, trained on the samples.
 - NAME@EPOCHS: the same, trained as in the condensation papers. NAME, annealed: as the authors of DP-MEPF train it.
 - fidelity: Fréchet distance, precision and recall in EfficientNet-Lite0 features, against 10,000 test images.
-- fid: FID as DPImageBench computes it: 2015 Inception, all samples against all training images. For real
-  images (no method): training against test images.
+- fid: FID as DPImageBench computes it: 2015 Inception (TF32 on a GPU, PyTorch's default), all samples against all
+  training images. For real images (no method): training against test images.
 - dpimagebench: mean and best of three deep classifiers, in the manner of DPImageBench; dpimagebench@EPOCHS: with fewer
   epochs than there (50, CIFAR: 200).
 - teacher: accuracy of the teacher of `atelier` on test images.
@@ -89,7 +89,9 @@ def _fid(name: str, fitted: Fitted) -> dict[str, Any]:
 
 
 def _inception_features(images: ImageSet, device: torch.device) -> torch.Tensor:
-    return features(images, load_feature_network("inception"), device=device, progress=False).values.to(device)
+    return features(images, load_feature_network("inception"), device=device, progress=False, tf32=True).values.to(
+        device
+    )
 
 
 def _dpimagebench(name: str, fitted: Fitted) -> dict[str, Any]:

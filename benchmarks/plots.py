@@ -15,6 +15,12 @@ from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, systems, tab
 from benchmarks.store import values
 
 KEY = "sfumato-figures"
+MARKS = "sDv^<>pPX*hd"  # of published systems
+STYLES: dict[str, dict[str, Any]] = {
+    "own": {"color": "black", "markerfacecolor": "none", "linestyle": "none", "markersize": 6},
+    "public": {"color": "0.45", "markerfacecolor": "0.7", "linestyle": "none", "markersize": 6},
+    "void": {"color": "C3", "markerfacecolor": "none", "linestyle": "none", "markersize": 6},
+}
 VARIED = {"noise_multiplier": "σ", "group_size": "L", "iterations": "I", "images_per_class": "M"}
 
 
@@ -53,41 +59,45 @@ def curves() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
     return found
 
 
-def leaders() -> dict[str, list[tuple[str, float, float, bool]]]:
-    """Return for each data set (system, epsilon, published accuracy, whether it uses public images)."""
-    found: dict[str, list[tuple[str, float, float, bool]]] = {data: [] for data in DATA}
+def leaders() -> dict[str, list[tuple[str, float, float, str]]]:
+    """Return for each data set (system, epsilon, published accuracy, style of `style_of`) of others' systems."""
+    found: dict[str, list[tuple[str, float, float, str]]] = {data: [] for data in DATA}
     for system in systems():
         for data in DATA if system["method"] is None else ():
             for epsilon, accuracy in system["accuracy"].get(data, {}).items():
-                found[data].append((system["system"], float(epsilon), accuracy, system["public_data"]))
+                found[data].append((system["system"], float(epsilon), accuracy, style_of(system)))
     return found
+
+
+def style_of(system: dict[str, Any]) -> str:
+    """Return how a published figure is drawn: `void` if it has no guarantee, else by its use of public images."""
+    return "void" if system["valid"] == "no" else "public" if system["public_data"] else "own"
 
 
 def draw_curves(path: Path, mark: str) -> None:
     """Accuracy against epsilon, one panel for each data set; bars go from the lowest to the highest seed."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 4.2))
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(13, 4.4))
+    found, others = curves(), leaders()
+    marks = dict(zip(sorted({leader[0] for some in others.values() for leader in some}), MARKS, strict=False))
     for axis, (data, title) in zip(axes, DATA.items(), strict=True):
-        for method, points in curves().get(data, {}).items():
+        for method, points in found.get(data, {}).items():
             epsilon, mean, low, high = (list(part) for part in zip(*points, strict=True))
             bars = [[m - v for m, v in zip(mean, low, strict=True)], [v - m for m, v in zip(mean, high, strict=True)]]
             style = {"color": f"C{METHODS.index(method)}", "label": method, "capsize": 2}
-            axis.errorbar(epsilon, mean, bars, marker="o", linestyle="--" if "pdc" in method else "-", **style)
+            axis.errorbar(epsilon, mean, bars, marker="o", ms=4, linestyle="--" if "pdc" in method else "-", **style)
         low, high = axis.get_ylim()
-        places: dict[float, float] = {}  # of the last label at an epsilon, so that labels do not overlap
-        for system, at, accuracy, public in sorted(leaders()[data], key=lambda leader: leader[2]):
+        for system, at, accuracy, kind in others[data]:
             if accuracy < low:
                 continue  # below our worst method
-            high = max(high, accuracy + 3)
-            places[at] = max(accuracy, places.get(at, 0.0) + 0.032 * (high - low))
-            axis.plot(at * 1.12, accuracy, marker="+" if public else "x", color="grey", markersize=5)
-            axis.annotate(system, (at * 1.25, places[at]), fontsize=6, color="grey", va="center")
-        axis.set(ylim=(low, high), xlim=(0.15, 32))
-        axis.set(title=title, xlabel="ε", xscale="log", xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS])
+            high = max(high, accuracy + 0.03 * (high - low))
+            axis.plot(at * 1.18, accuracy, marker=marks[system], label=system, **STYLES[kind])
+        axis.set(title=title, xlabel="ε", xscale="log", xlim=(0.15, 16), ylim=(low, high))
+        axis.set(xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, %")
-    axes[0].legend(frameon=False, fontsize=8)
+    _legend(axes)
     _save(figure, path, mark)
     pyplot.close(figure)
 
@@ -117,15 +127,16 @@ def times() -> dict[str, list[tuple[str, float, float]]]:
 def draw_times(path: Path, mark: str) -> None:
     """Accuracy at epsilon 1 against the seconds of a fit."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 3.8))
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(13, 3.8))
+    found = times()
     for axis, (data, title) in zip(axes, DATA.items(), strict=True):
-        for method, seconds, accuracy in times()[data]:
-            axis.plot(seconds, accuracy, marker="o", color=f"C{METHODS.index(method)}")
-            axis.annotate(method, (seconds * 1.08, accuracy), fontsize=8, va="center")
-        axis.set(title=title, xlabel="seconds of a fit, one GPU", xscale="log")
-        axis.margins(x=0.25)
+        for method, seconds, accuracy in found[data]:
+            axis.plot(seconds, accuracy, "o", color=f"C{METHODS.index(method)}", label=method)
+        axis.set(title=title, xlabel="seconds of a fit, one GPU", xscale="log", xlim=(1, 1000))
+        axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, %")
+    _legend(axes)
     _save(figure, path, mark)
     pyplot.close(figure)
 
@@ -152,19 +163,26 @@ def qualities() -> dict[str, list[tuple[str, float, float, float, bool]]]:
 
 
 def draw_qualities(path: Path, mark: str) -> None:
-    """Accuracy against FID; published figures are grey, and under their own protocols."""
+    """Accuracy against FID; a filled mark is at epsilon 10, an open one at 1 or less. Grey: published."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(DATA), figsize=(12, 3.8))
+    figure, axes = pyplot.subplots(1, len(DATA), figsize=(13, 4.2))
+    found = qualities()
+    names = [
+        sorted({point[0] for some in found.values() for point in some if point[4] is own}) for own in (True, False)
+    ]
+    colours = {name: f"C{number}" for number, name in enumerate(names[0])}
+    marks = dict(zip(names[1], MARKS, strict=False))
     for axis, (data, title) in zip(axes, DATA.items(), strict=True):
-        for name, epsilon, fid, accuracy, ours in qualities()[data]:
-            axis.plot(fid, accuracy, marker="o" if ours else "x", color="C0" if ours else "grey")
-            label = f"{name}, ε = {epsilon:g}"
-            axis.annotate(label, (fid * 1.08, accuracy), fontsize=7, va="center", color="C0" if ours else "grey")
+        for name, epsilon, fid, accuracy, ours in found[data]:
+            colour = colours[name] if ours else "0.35"
+            filled = {"markerfacecolor": colour if epsilon >= 10 else "white", "label": name, "linestyle": "none"}
+            axis.plot(fid, accuracy, marker="o" if ours else marks[name], color=colour, markersize=7, **filled)
         axis.set(title=title, xlabel="FID", xscale="log", xlim=(1.5, 400))
         axis.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, %")
+    _legend(axes, "filled: ε = 10\nopen: ε = 1")
     _save(figure, path, mark)
     pyplot.close(figure)
 
@@ -236,6 +254,17 @@ def draw_audits(path: Path, mark: str) -> None:
     axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     _save(figure, path, mark)
     pyplot.close(figure)
+
+
+def _legend(axes: Any, title: str | None = None) -> None:
+    """Put one legend of all panels to the right of the last one."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    found = {name: found[name] for name in sorted(found, key=lambda name: name not in METHODS)}  # ours first
+    place = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
+    axes[-1].legend(found.values(), found.keys(), fontsize=8, title=title, title_fontsize=8, **place)
 
 
 def _pyplot() -> Any:

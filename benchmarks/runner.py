@@ -141,6 +141,13 @@ def missing(table: list[Job], rows: list[Row], seeds: int) -> list[tuple[Job, in
     return found
 
 
+def only(wanted: Wanted, names: list[str]) -> Wanted:
+    """Return the part of `wanted` that is among the names of measures; all of it without names."""
+    if not names:
+        return wanted
+    return {sample: kept for sample, some in wanted.items() if (kept := tuple(name for name in some if name in names))}
+
+
 def load_sets(job: Job, folder: Path) -> Sets:
     """Return training and test images."""
     source = str(folder / f"{job.data}.npz") if (folder / f"{job.data}.npz").exists() else job.data
@@ -204,9 +211,9 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
 def run(table: str, options: argparse.Namespace) -> bool:
     """Run what is missing of a table; return whether all jobs succeeded."""
     todo = [
-        item
-        for item in missing(module_of(table).JOBS, load(table, options.results)["rows"], options.seeds)
-        if _chosen(item[0], options)
+        (job, seed, left)
+        for job, seed, wanted in missing(module_of(table).JOBS, load(table, options.results)["rows"], options.seeds)
+        if _chosen(job, options) and (left := only(wanted, options.measure))
     ]
     head = about_run(f"python -m benchmarks {table}", options)
     if options.pictures:
@@ -248,9 +255,8 @@ def about_run(command: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return command, commit, device and versions. Paths of this machine stay out."""
     git = ["git", "-C", str(ROOT)]
     found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run(
-        [*git, "diff", "--quiet", "HEAD", "--", "sfumato", "benchmarks/*.py"], check=False
-    ).returncode
+    quiet = [*git, "diff", "--quiet", "HEAD", "--", "sfumato", "benchmarks/*.py"]
+    changed = found and subprocess.run(quiet, check=False).returncode
     versions = {"python": platform.python_version(), "sfumato": sf.__version__}
     return {
         "command": command,

@@ -58,6 +58,29 @@ def append(table: str, rows: list[Row], head: Mapping[str, Any], folder: Path = 
         os.close(lock)
 
 
+def merge(source: Path, folder: Path = RESULTS) -> list[str]:
+    """Add the rows of the files in `source` that were measured elsewhere; return the names of the tables.
+
+    A row is left out where the table has one of the same job and seed with a measure that it has.
+    """
+    tables = []
+    for path in sorted(source.rglob("*.json")):
+        found, have = json.loads(path.read_text()), load(path.stem, folder)["rows"]
+        known: dict[tuple[Any, ...], set[str]] = {}
+        for row in have:
+            known.setdefault(_identity(row), set()).update(row["measured"])
+        fresh = [row for row in found["rows"] if not known.get(_identity(row), set()) & row["measured"].keys()]
+        if fresh:
+            append(path.stem, fresh, {key: found[key] for key in HEAD}, folder)
+            tables.append(path.stem)
+    return tables
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    names = ("job", "method", "data", "epsilon", "sample", "seed", "device" if row.get("seed") is None else "seed")
+    return tuple(row.get(name) for name in names)
+
+
 def number(epsilon: Any) -> Any:
     """Return epsilon as JSON holds it: infinity is the string "inf"."""
     return "inf" if epsilon == float("inf") else epsilon

@@ -25,19 +25,15 @@ def run(table: str, options: argparse.Namespace) -> int:
         return 2
     device = device_name(options.device)
     options.device = "cpu" if device.endswith("CPU") else "cuda"
-    rows = []
+    content = load(table, options.results)
+    rows = [row for row in content["rows"] if row.get("device", content["device"]) != device]
+    for row in rows:
+        row.setdefault("device", content["device"])
+    head = {**about_run(f"python -m benchmarks {table}", options), "seeds": None}
     for row in module.run(options):
         rows.append({"device": device, **row})
         print(row, flush=True)
-    content = load(table, options.results)
-    kept = [row for row in content["rows"] if row.get("device", content["device"]) != device]
-    for row in kept:
-        row.setdefault("device", content["device"])
-    save(
-        table,
-        {**about_run(f"python -m benchmarks {table}", options), "seeds": None, "rows": [*kept, *rows]},
-        options.results,
-    )
+        save(table, {**head, "rows": rows}, options.results)  # a later part may run out of time
     return 0
 
 

@@ -9,7 +9,7 @@ MEASURES = ("small_cnn", "resnet18", "fidelity", "fid")
 
 
 def evolve(name: str, data: list[str], epsilons: list[float], seeds: int = 3, **params: Any) -> list[Job]:
-    given = {"prior": "tiny-imagenet", "public_size": True, **params}
+    given = {"prior": "tiny-imagenet", "public_size": True, "secure": False, **params}
     return jobs(name, "private-evolution", data, epsilons, params=given, measures=MEASURES, seeds=seeds)
 
 

@@ -23,6 +23,7 @@ ENCODER_SIDE = 128  # pixels to which images are enlarged for an encoder of larg
 SMALL_IMAGE_NETWORKS = ("small", "resnet18_cifar")  # encoders of small images, which see images as they are
 CONTENT, LAYOUT = 500, 48  # components
 THUMBNAIL = (8, 8)  # pixels
+LEAST_CONTENT = 0.25  # of the mean norm. Shorter rows stay shorter: made as long, their rounding errors would grow, too
 LAYOUT_WEIGHT, MAX_LAYOUT = 0.5, 2.0  # largest norm, relative to that of the content; multiple of the mean norm
 CONDITION = 128  # components of the content that a prior is conditioned on, with all of the layout
 IMAGES_PER_BATCH = 500  # of the encoder
@@ -92,7 +93,8 @@ class ImageEmbedding(nn.Module):
         return self._join(self._rows[0](images), _thumbnails(images))
 
     def _join(self, rows: torch.Tensor, thumbnails: torch.Tensor) -> torch.Tensor:
-        content = functional.normalize((rows - self.centre) @ self.axes, dim=1)
+        content = (rows - self.centre) @ self.axes
+        content = content / content.norm(dim=1, keepdim=True).clamp_min(LEAST_CONTENT)
         layout = (thumbnails - self.layout_centre) @ self.layout_axes / MAX_LAYOUT
         layout = LAYOUT_WEIGHT * layout / layout.norm(dim=1, keepdim=True).clamp_min(1)
         return torch.cat([content, layout], 1) / math.sqrt(1 + LAYOUT_WEIGHT**2)

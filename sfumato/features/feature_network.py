@@ -151,8 +151,9 @@ def features(
     batch_size: int | None = None,
     probabilities: bool = False,
     progress: bool = True,
+    tf32: bool = False,
 ) -> Features:
-    """Return the features of all images, in order, computed in float32 (TF32 disabled).
+    """Return the features of all images, in order, computed in float32.
 
     - images: the image set.
     - network: name of a feature network, default `effnet_lite0`, or a loaded one.
@@ -160,6 +161,7 @@ def features(
     - batch_size: default 8 on a CPU, 256 on a GPU.
     - probabilities: also return class probabilities, if the network has a classifier; default False.
     - progress: show a progress bar, default True.
+    - tf32: allow TF32 convolutions on a GPU, as PyTorch does by default: several times as fast; default False.
     """
     encoder = load_feature_network(network) if isinstance(network, str) else network
     if batch_size is None:
@@ -169,8 +171,8 @@ def features(
     model = encoder.network.to(device)
     values = torch.empty(len(images), encoder.card.dimension)
     classes: list[torch.Tensor] = []
-    no_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-    with torch.inference_mode(), no_tf32, bar("features") if progress else nullcontext(lambda *_: None) as advance:
+    precision = torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32)
+    with torch.inference_mode(), precision, bar("features") if progress else nullcontext(lambda *_: None) as advance:
         for start in range(0, len(images), batch_size):
             batch = images.images[start : start + batch_size].to(device)
             outputs, logits = model(encoder.prepare(batch))

@@ -209,14 +209,17 @@ class Tuned(Synthesizer):
 
 
 class Scores:
-    """Map images and labels to the probability of the label under each network, over the root of their number."""
+    """Map images and labels to the probability of the label under each network, over the root of their number.
+
+    A network that gives no number scores 0. Otherwise its NaN would make the whole row zero, for every candidate.
+    """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         self._networks = networks
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         each = [network(images).softmax(1).gather(1, labels[:, None]) for network in self._networks]
-        return torch.cat(each, 1) / math.sqrt(len(each))
+        return torch.cat(each, 1).nan_to_num(0.0) / math.sqrt(len(each))
 
 
 class NamedVault:

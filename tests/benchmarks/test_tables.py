@@ -10,8 +10,8 @@ import pytest
 
 import sfumato as sf
 from benchmarks.__main__ import tables
-from benchmarks.runner import Job, Sample, missing, module_of
-from benchmarks.store import append, load, values
+from benchmarks.runner import Job, Sample, missing, module_of, only
+from benchmarks.store import append, load, merge, values
 
 TABLES = [name for name in tables() if not name.startswith("speed-")]
 HEAD = {"command": "c", "commit": "a", "device": "d", "versions": {}}
@@ -99,3 +99,33 @@ def test_a_method_is_fitted_and_measured_by_what_it_declares(monkeypatch: pytest
     assert first["measured"] == {"small_cnn": (7, {"seed": 0})}
     assert second["measured"] == {"small_cnn": (3, {"seed": 0, "soft": True})}
     assert (first["certified"], first["noise_multiplier"], second["sample"]) == (1.0, [2.0], "soft")
+
+
+def test_only_chosen_measures_are_run() -> None:
+    wanted = {None: ("small_cnn", "fidelity", "dpimagebench@20"), "more": ("small_cnn",)}
+    assert only(wanted, []) == wanted
+    assert only(wanted, ["fidelity", "fid"]) == {None: ("fidelity",)}
+    assert only(wanted, ["fid"]) == {}  # nothing is fitted
+
+
+def test_rows_of_another_machine_are_added_once(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    job = Job("default", "dp-merf", "digits")
+    append("t", [row(job, 0, small_cnn=90.0)], HEAD, here)
+    append("t", [row(job, 0, small_cnn=91.0), row(job, 0, fid=5.0), row(job, 1, small_cnn=92.0)], HEAD, there / "a")
+    append("u", [row(job, 0, fid=6.0)], {**HEAD, "device": "other"}, there / "b")
+    assert merge(there, here) == ["t", "u"]
+    assert merge(there, here) == []
+    rows = load("t", here)["rows"]
+    assert values(rows, "small_cnn", job="default") == [90.0, 92.0]  # what is there stays
+    assert values(rows, "fid", job="default") == [5.0]
+    other = load("u", here)
+    assert (other["device"], len(other["rows"])) == ("other", 1)
+
+
+def test_speeds_of_two_devices_are_two_rows(tmp_path: Path) -> None:
+    for device in ("a", "b"):
+        speed = {"job": "features", "device": device, "measured": {"seconds": 1.0}}
+        append("speed-t", [speed], {**HEAD, "device": device}, tmp_path / device)
+        merge(tmp_path / device, tmp_path / "all")
+    assert [each["device"] for each in load("speed-t", tmp_path / "all")["rows"]] == ["a", "b"]

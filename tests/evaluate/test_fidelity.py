@@ -17,6 +17,7 @@ from torch import nn
 from sfumato.data import DataError, ImageSet
 from sfumato.evaluate.fidelity import (
     SmallSampleWarning,
+    _nuclear_norm,
     density_coverage,
     fidelity,
     frechet_distance,
@@ -84,6 +85,17 @@ def test_frechet_distance_agrees_with_the_matrix_square_root(pair) -> None:
     expected = np.square(a.mean(0) - b.mean(0)).sum() + np.trace(one + two - 2 * root)
     assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
     assert frechet_distance(torch.from_numpy(b), torch.from_numpy(a)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rank", "tolerance"), [(40, 1e-10), (25, 1e-6)])
+def test_singular_values_from_the_gram_matrix(rank: int, tolerance: float) -> None:
+    """The form for a GPU; of a singular matrix, each zero has an error of up to 1e-6 of the largest value."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(2, 40, rank, generator=generator, dtype=torch.float64)
+    matrix = parts[0] @ torch.diag(torch.logspace(0, -4, rank, dtype=torch.float64)) @ parts[1].T
+    expected = float(torch.linalg.svdvals(matrix).sum())
+    assert float(_nuclear_norm(matrix, by_gram=False)) == pytest.approx(expected, rel=1e-12)
+    assert float(_nuclear_norm(matrix, by_gram=True)) == pytest.approx(expected, rel=tolerance)
 
 
 def test_frechet_distance_in_closed_form() -> None:

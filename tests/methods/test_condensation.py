@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from sfumato.audit.small_settings import SMALL_SETTINGS
 from sfumato.data import DataError, ImageSet, PublicFacts, load_images
+from sfumato.data.pixels import to_unit_range
+from sfumato.engine import GradientVault
 from sfumato.evaluate import downstream_accuracy
 from sfumato.evaluate.utility import Recipe
 from sfumato.methods.condensation import Condenser, Matcher, RandomViews
+from sfumato.methods.dpdc import NonlinearCondenser
 from sfumato.methods.registry import create, load
 from sfumato.nets.random_convnet import depth_for, draw_networks, embed
 from sfumato.privacy import BudgetExceeded, Ledger
 from sfumato.synthesize import synthesize
-from sfumato.testing import build
+from sfumato.testing import UnsoundError, build, check_synthesizer
 
 CONDENSERS = ("ldpdc", "ndpdc", "dpmix")
 QUICK: dict[str, dict[str, Any]] = {
@@ -98,6 +102,42 @@ def test_views_are_drawn_again(digits: ImageSet) -> None:
         assert all(torch.equal(a, b) for a, b in zip(view.tensors(), again.tensors(), strict=True))
     assert view.tensors()[0].shape[0] == 8
     assert views.features == view(digits.images[:1].float(), digits.labels[:1]).shape[1]
+
+
+class AskedAgain(NonlinearCondenser):
+    """The author asks for the sums again in the second pass, instead of keeping what was released."""
+
+    def _match_again(self, views: RandomViews, matcher: Matcher, kept: torch.Tensor, scale: float) -> None:
+        self.vault.sum(lambda images: images.flatten(1), release="sums", bound=self.bound, by_class=True)
+
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        self.vault = vault
+        super()._fit(vault, public)
+
+
+class FreshNoise(NonlinearCondenser):
+    """Dosser's fault: sums are stored without noise, and get fresh noise whenever they are used."""
+
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        self.vault = vault
+        super()._fit(vault, public)
+        del self.vault
+
+    def _match_again(self, views: RandomViews, matcher: Matcher, kept: torch.Tensor, scale: float) -> None:
+        exact = to_unit_range(self.vault._images).flatten(1).sum(1)
+        super()._match_again(views, matcher, kept + exact.sum() + torch.randn(kept.shape), scale)
+
+
+def test_a_release_is_not_drawn_again(fewer_digits: ImageSet) -> None:
+    with pytest.raises(BudgetExceeded, match="spent"):
+        build(AskedAgain, device="cpu", **SMALL_SETTINGS["ndpdc"]).fit(fewer_digits)
+
+
+def test_stored_sums_without_noise_are_caught(fewer_digits: ImageSet) -> None:
+    with pytest.raises(UnsoundError, match="depends on"):
+        check_synthesizer(
+            lambda **given: build(FreshNoise, device="cpu", **SMALL_SETTINGS["ndpdc"], **given), fewer_digits
+        )
 
 
 def test_further_passes_cost_nothing_and_match_better(digits: ImageSet) -> None:

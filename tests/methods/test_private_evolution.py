@@ -15,8 +15,15 @@ from sfumato.data import ImageSet
 from sfumato.engine import GradientVault
 from sfumato.methods.curriculum_painter import CurriculumPainter
 from sfumato.methods.prior_painter import PainterTraining
-from sfumato.methods.private_evolution import EvolutionSettings, Votes, chosen_weights, draw_parents
-from sfumato.testing import build
+from sfumato.methods.private_evolution import (
+    TEMPERATURE,
+    EvolutionSettings,
+    PrivateEvolution,
+    Votes,
+    chosen_weights,
+    draw_parents,
+)
+from sfumato.testing import UnsoundError, build, check_synthesizer
 
 PRIOR = Path(__file__).parents[1] / "priors" / "tiny.safetensors"  # random weights
 CONDITIONED = PRIOR.with_name("conditioned.safetensors")
@@ -60,6 +67,51 @@ def test_a_vote_is_continuous() -> None:
     votes, other = (Votes(1)(rows, label, candidates) for rows in (middle, moved))
     torch.testing.assert_close(votes, torch.full((1, 2), 0.5), atol=1e-4, rtol=0)
     assert float((votes - other).norm()) < 1e-2  # the margin on a GPU is 2e-2
+
+
+def test_a_vote_moves_at_most_a_hundred_times_as_far_as_its_embedding() -> None:
+    """The bound of the docstring, in the worst directions that were found, and a one-hot vote, which jumps."""
+    generator = torch.Generator().manual_seed(0)
+    largest, jump, label = 0.0, 0.0, torch.zeros(1, dtype=torch.int64)
+    for _ in range(200):
+        first, second, shift = functional.normalize(torch.randn(3, 6, generator=generator), dim=1)
+        middle = functional.normalize(first + second, dim=0)[None]  # equally far from both
+        moved, candidates = middle + 1e-5 * functional.normalize(first - second + 0.1 * shift, dim=0), [first, second]
+        rows = [Votes(1)(each.double(), label, torch.stack(candidates)[None].double()) for each in (middle, moved)]
+        largest = max(largest, float((rows[1] - rows[0]).norm()) / 1e-5)
+        hard = [functional.one_hot(each.argmax(1), 2).float() for each in rows]
+        jump = max(jump, float((hard[1] - hard[0]).norm()))
+    assert 0.3 * 2 / TEMPERATURE < largest <= 2 / TEMPERATURE
+    assert jump == pytest.approx(2**0.5)  # a margin of 2e-2 does not cover it
+
+
+class PrivateCandidate(PrivateEvolution):
+    """The author takes the first candidate from the private images."""
+
+    def _evolve(self, painter: Any, embedding: Any, embedded: GradientVault, classes: int) -> None:
+        super()._evolve(painter, embedding, embedded, classes)
+        self.weights_[0, 0] += float(embedded._images[0, 0])
+
+
+class ExactSizes(PrivateEvolution):
+    """The author takes class sizes from the labels, un-noised, and not from the votes."""
+
+    def _evolve(self, painter: Any, embedding: Any, embedded: GradientVault, classes: int) -> None:
+        super()._evolve(painter, embedding, embedded, classes)
+        assert embedded._labels is not None
+        self.counts_ = torch.bincount(embedded._labels, minlength=classes).float()
+
+
+@pytest.mark.parametrize("method", [PrivateCandidate, ExactSizes])
+def test_what_leaves_without_noise_is_caught(method: type[PrivateEvolution], fewer_digits: ImageSet) -> None:
+    small = {"rounds": 2, "candidates": 3, "adaptation": PainterTraining(pool=12, levels=2), "prior": str(PRIOR)}
+    with pytest.raises(UnsoundError, match="depends on"):
+        check_synthesizer(lambda **given: build(method, device="cpu", **small, **given), fewer_digits)
+
+
+def test_unlabelled_images_are_one_class(few_digits: ImageSet) -> None:
+    model = quick(epsilon=math.inf).fit(ImageSet(few_digits.images))
+    assert float(model.counts_[0]) == pytest.approx(len(few_digits), abs=1e-2)
 
 
 def test_only_votes_are_released(few_digits: ImageSet) -> None:

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 import sfumato as sf
-from sfumato.data import DataError, ImageSet
-from sfumato.methods.tuned import SCORE_SHARE, Scores, ScoringSettings
-from sfumato.testing import build
+from sfumato.audit.small_settings import SMALL_SETTINGS
+from sfumato.data import DataError, ImageSet, PublicFacts
+from sfumato.data.pixels import to_unit_range
+from sfumato.engine import GradientVault
+from sfumato.methods.tuned import SCORE_SHARE, Scores, ScoringSettings, Tuned
+from sfumato.privacy.ledger import LedgerError
+from sfumato.testing import UnsoundError, build, check_synthesizer
 
 QUICK = {"features": 100, "steps": 2, "batch_size": 20}
 
@@ -74,6 +78,53 @@ def test_scores_have_norm_at_most_one() -> None:
     assert rows.shape == (50, 5)
     assert float(rows.norm(dim=1).max()) <= 1
     assert bool((rows >= 0).all())
+
+
+def test_a_candidate_without_scores_does_not_silence_the_others() -> None:
+    """A CNN that diverged gives NaN. A row with a NaN counts as zero, so that noise alone would choose."""
+    broken, fine = (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)) for _ in range(2))
+    with torch.no_grad():
+        broken[1].weight.fill_(math.nan)
+        rows = Scores([broken, fine])(torch.randn(50, 1, 2, 2), torch.arange(50) % 3)
+        alone = Scores([fine])(torch.ones(1, 1, 2, 2), torch.zeros(1, dtype=torch.int64))
+    assert bool(rows.isfinite().all())
+    assert float(rows[:, 0].abs().max()) == 0
+    assert float(rows[:, 1].min()) > 0
+    assert float(alone) > 0
+
+
+def test_the_number_of_candidates_is_fixed_before_the_first_image(few_digits: ImageSet, tmp_path: Path) -> None:
+    """A run that was stopped after it saw the scores cannot go on with other candidates, nor without the losers."""
+
+    class Stopped(Tuned):
+        def _classifier(self, *given: Any) -> Any:
+            raise KeyboardInterrupt
+
+    two, settings = json.dumps([QUICK, {**QUICK, "features": 60}]), {"device": "cpu", "epsilon": 2.0, "secure": False}
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopped, grid=two, **settings).fit(few_digits, run_dir=tmp_path / "run")
+    for other in ([QUICK, {**QUICK, "features": 30}, QUICK], [QUICK, {**QUICK, "steps": 3}]):
+        changed = build("tuned", grid=json.dumps(other), **settings)
+        with pytest.raises(LedgerError, match="opened with another"):
+            changed.fit(few_digits, run_dir=tmp_path / "run", resume=True)
+
+
+class FreeChoice(Tuned):
+    """The author adds the scores without noise to those that were paid for."""
+
+    def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
+        super()._fit(vault, public)
+        assert vault._labels is not None
+        images = to_unit_range(vault._images)
+        networks = [self._classifier(each, public) for each in (self.model_,)]
+        self.scores_ = self.scores_ + Scores(networks)(images, vault._labels).sum(0)
+
+
+def test_a_choice_by_scores_without_noise_is_caught(fewer_digits: ImageSet) -> None:
+    with pytest.raises(UnsoundError, match="depends on"):
+        check_synthesizer(
+            lambda **given: build(FreeChoice, device="cpu", **SMALL_SETTINGS["tuned"], **given), fewer_digits
+        )
 
 
 def test_candidates_of_several_releases(few_digits: ImageSet) -> None:
