@@ -29,12 +29,13 @@ from sfumato.engine import GradientVault, with_share
 from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
-from sfumato.methods.base import ASSUMED_IMAGES, AUTO, Synthesizer, constant
+from sfumato.methods.base import ASSUMED_IMAGES, Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.curriculum_painter import CurriculumPainter
 from sfumato.methods.embedding_painter import EmbeddingPainter
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
+from sfumato.methods.parameters import AUTO
 from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter
 from sfumato.methods.teacher import (
     FEW_STEPS,
