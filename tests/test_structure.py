@@ -65,7 +65,7 @@ ONLY = {
 SHARED_BY_METHODS = {
     *("base", "generator_method", "condensation", "kernel_painter", "teacher"),
     *("parameters", "class_counts", "warm_start", "registry", "checkpoints", "score_matching"),
-    *("prior_painter", "curriculum_painter", "embedding_painter"),
+    *("painter_choice", "prior_painter", "curriculum_painter", "embedding_painter"),
 }
 MAX_PARAMETERS = 15
 FREE_TEXT = {

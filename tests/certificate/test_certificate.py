@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sfumato.certificate import Certificate, verify
+from sfumato.certificate import Certificate, issue, verify
 from sfumato.certificate.issue import FORMAT
 from sfumato.certificate.statement import rounded_up
 from sfumato.engine.calibration import calibrate
