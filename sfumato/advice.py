@@ -18,7 +18,7 @@ from sfumato.privacy.budget import Budget
 MAX_EPSILON = 20
 MAX_DELTA = 1e-3
 MIN_UNITS, MIN_UNITS_PER_CLASS = 100, 20
-MIN_UNITS_TIMES_EPSILON = 100  # units of a class times epsilon; digits at epsilon 1 have about 140, and are readable
+MIN_UNITS_TIMES_EPSILON = 100  # units of a class times epsilon; the digits have 140 at epsilon 1: just readable
 MAX_CLASSES = 100
 MIN_PATTERN_CLASSES = 5  # fewer class names are not a pattern
 

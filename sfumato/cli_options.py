@@ -491,7 +491,7 @@ def check_before_fit(model: Synthesizer, images: ImageSet | ShardedImages, run: 
 def resumable(folder: Path) -> Iterator[None]:
     """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
     from sfumato import console
-    from sfumato.methods.parameters import started
+    from sfumato.methods.checkpoints import started
     from sfumato.progress import show_spending
 
     try:

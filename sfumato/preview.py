@@ -15,7 +15,7 @@ from sfumato.privacy import Plan
 
 @dataclass(frozen=True)
 class Preview:
-    """A run that was not made.
+    """What is known of a run before it is made.
 
     - method, prior: key of the method, and the model of public images that it starts from, if any.
     - public: what is taken as public; plan: the releases and their noise; settings: those of the method.

@@ -21,7 +21,7 @@ from sfumato.cluster.executors import Executor, InProcess
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.atomic import replacing, write_json
 from sfumato.methods.base import Synthesizer
-from sfumato.methods.parameters import started
+from sfumato.methods.checkpoints import started
 from sfumato.methods.registry import create, method_type
 from sfumato.privacy import BudgetExceeded, LedgerError, Plan
 from sfumato.report import read_run, write_report

@@ -25,7 +25,7 @@ from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
 from sfumato.evaluate.meanings import chance_level
 from sfumato.evaluate.utility import Recipe
 from sfumato.methods.base import Synthesizer
-from sfumato.methods.parameters import started
+from sfumato.methods.checkpoints import started
 from sfumato.methods.registry import load
 from sfumato.privacy.budget import BudgetExceeded
 from sfumato.privacy.vault import MAX_PER_PERSON

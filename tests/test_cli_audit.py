@@ -71,7 +71,7 @@ def test_rules_are_printed(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (("dp-merf", "--fault", "half-noise", "--trials", "20000"), "white-box: epsilon is at least"),
+        (("dp-merf", "--fault", "half-noise", "--trials", "8000"), "white-box: epsilon is at least"),
         (("dp-merf", "--fault", "printed-loss", "--structural"), "rule 'printed text'"),
         (("dp-kernel-as-published", "--runs", "0"), "rule 'raw images'"),
         (("gaussian", "--fault", "half-noise"), "white-box: epsilon is at least"),

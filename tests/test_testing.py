@@ -55,7 +55,7 @@ def test_every_method_is_sound(key: str, fewer_digits: ImageSet) -> None:
     [
         {"tune": "low-rank"},
         {"tune": "all", "curriculum": False},
-        {"steps": 0},
+        pytest.param({"steps": 0}, marks=pytest.mark.slow),  # the counts and means of the other forms, no gradients
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,13 @@ def _now() -> str:
 
 def _software() -> dict[str, str]:
     """Return versions. Never raises for a package without metadata (a source tree): the budget is already spent."""
-    found = {"python": platform.python_version()}
-    for name in ("sfumato", "torch", "numpy", "dp-accounting", "opendp"):
-        try:
-            found[name] = metadata.version(name) or "unknown"
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    names = ("sfumato", "torch", "numpy", "dp-accounting", "opendp")
+    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+
+
+@cache
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name) or "unknown"
+    except metadata.PackageNotFoundError:
+        return "not installed"

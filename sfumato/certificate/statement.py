@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from decimal import ROUND_CEILING, Context, Decimal
+from functools import lru_cache
 from typing import Any
 
 from sfumato.privacy.accounting import Release, bounds, tightest
-from sfumato.privacy.budget import Budget
+from sfumato.privacy.budget import Adjacency, Budget
 from sfumato.privacy.ledger import LedgerError
 
 GENERATOR = "operating system entropy; secure: OpenDP discrete Gaussian; fast: Philox, floating point"
@@ -86,9 +87,15 @@ def account_events(
         if len(events) > MAX_EVENTS or types != EVENT_TYPES or len(event) > len(EVENT_FIELDS):
             raise ValueError(f"an event must have the fields {', '.join(EVENT_FIELDS)}; at most {MAX_EVENTS} events")
     releases = [Release(**{name: event[name] for name in EVENT_FIELDS[:-1]}) for event in events]
-    found = bounds(releases, budget.delta, budget.adjacency)
+    found = dict(_bounds(tuple(releases), budget.delta, budget.adjacency))
     finite = {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
     return finite, tightest(found) if math.isfinite(tightest(found)) else None
+
+
+@lru_cache(maxsize=256)
+def _bounds(releases: tuple[Release, ...], delta: float, adjacency: Adjacency) -> dict[str, float | None]:
+    """Return `bounds`; cached, because fit, report and check of a run ask for the same ones, a second each time."""
+    return bounds(releases, delta, adjacency)
 
 
 def rounded_up(value: float, digits: int = 6) -> float:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.features.components import Components
 from sfumato.features.perceptual import Perceptual
-from sfumato.features.unit_norm import ScatteringAndPixels
+from sfumato.features.unit_norm import Components, ScatteringAndPixels
 
 ENCODER_SIDE = 128  # pixels to which images are enlarged for an encoder of large photographs
 SMALL_IMAGE_NETWORKS = ("small", "resnet18_cifar")  # encoders of small images, which see images as they are

@@ -1,13 +1,15 @@
 """Feature vectors of norm at most 1, from wavelet scattering, pixels or public networks.
 
 A network is public if its weights are part of the package or given by the user, or if it was trained on generated
-images only.
+images only. `Components` projects such vectors on principal components of public ones, with the smaller components
+enlarged, so that gradients converge at like speeds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,6 +24,8 @@ SCATTERING_GROUP = 3  # channels per group of the group norm of scattering coeff
 MAP_GROUP = 4  # channels per group of the group norm of network activations
 MIN_MAP_SIDE = 4  # pixels: smallest activation of an encoder that is used
 EPOCHS, BATCH_SIZE, LEARNING_RATE = 3, 256, 1e-3  # training of `CNNFeatures`
+LEVELLING, MIN_SPREAD = 0.5, 1e-4  # power by which the components' spreads are levelled
+TINY = 1e-12  # where all rows are equal
 
 
 class UnitNormMaps(nn.Module):
@@ -132,3 +136,26 @@ def _convolutional_layers(network: nn.Module) -> nn.Sequential:
     """Return the layers of a CNN before the first `nn.Flatten`."""
     layers = list(network.children())
     return nn.Sequential(*layers[: next(i for i, layer in enumerate(layers) if isinstance(layer, nn.Flatten))])
+
+
+@dataclass(frozen=True)
+class Components:
+    """Principal components of public rows, scaled: rows get a mean norm of one, smaller components more weight."""
+
+    centre: torch.Tensor
+    axes: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, count: int, seed: int) -> Components:
+        """Return at most `count` components of these rows."""
+        centre = rows.mean(0)
+        count = min(count, *rows.shape)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            torch.manual_seed(seed)
+            _, spread, axes = torch.svd_lowrank(rows - centre, count, niter=2)
+        axes = axes * (spread / spread[0].clamp_min(TINY)).clamp_min(MIN_SPREAD) ** -LEVELLING
+        return cls(centre, axes / ((rows - centre) @ axes).norm(dim=1).mean().clamp_min(TINY))
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = (rows - self.centre) @ self.axes
+        return projected

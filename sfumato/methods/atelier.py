@@ -29,12 +29,12 @@ from sfumato.engine import GradientVault, with_share
 from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
-from sfumato.methods.base import ASSUMED_IMAGES, AUTO, Synthesizer, constant
+from sfumato.methods.base import ASSUMED_IMAGES, Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.curriculum_painter import CurriculumPainter
-from sfumato.methods.embedding_painter import EmbeddingPainter
 from sfumato.methods.generator_method import GeneratorSizes, check_public_network
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
+from sfumato.methods.painter_choice import painter_for
+from sfumato.methods.parameters import AUTO
 from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
 from sfumato.methods.teacher import (
     FEW_STEPS,
@@ -48,7 +48,6 @@ from sfumato.methods.teacher import (
 from sfumato.nets.augmentation import small_affine_warp
 from sfumato.nets.generators import class_weights
 from sfumato.nets.training import even_labels, state_below
-from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 # Noise of the whole budget per image of a class: epsilon 0.2 with 60,000 images in ten classes is above, 1 is below.
@@ -166,18 +165,7 @@ class Atelier(Synthesizer):
         return self._prior_painter(public) if self.prior else self._kernel_painter(public)
 
     def _prior_painter(self, public: PublicFacts) -> PriorPainter:
-        prior = load_prior(self.prior)
-        kind = EmbeddingPainter if prior.card.condition else CurriculumPainter
-        return kind(
-            prior,
-            self.adaptation,
-            public,
-            steps=self.steps,
-            sampling_prob=self.sampling_prob,
-            encoder=self.encoder,
-            seed=self.seed,
-            device=self.torch_device,
-        )
+        return painter_for(self, public, self.steps)
 
     def _kernel_painter(self, public: PublicFacts) -> KernelPainter:
         return KernelPainter(

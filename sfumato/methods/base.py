@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,28 +23,14 @@ from sfumato.data.atomic import replacing
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.engine import GradientVault, Performance, calibrate
 from sfumato.engine.kept_results import KeptResults
-from sfumato.methods.checkpoints import Checkpoints, remove_checkpoint
-from sfumato.methods.parameters import (
-    Setting,
-    allocate,
-    as_json,
-    as_stored,
-    as_tuple,
-    check_like,
-    check_run_folder,
-    chosen_device,
-    list_settings,
-    nearest_name,
-    usable_device,
-)
-from sfumato.privacy import Budget, BudgetExceeded, Ledger, Plan, Release
-from sfumato.privacy.budget import Adjacency, Unit
+from sfumato.methods.checkpoints import Checkpoints, check_run_folder, remove_checkpoint
+from sfumato.methods.class_counts import allocate
+from sfumato.methods.parameters import Parameterized, as_json, usable_device
+from sfumato.privacy import BudgetExceeded, Ledger, Plan, Release
 from sfumato.privacy.vault import MAX_PER_PERSON
 from sfumato.progress import bar, show_spending
 
 FORMAT = "sfumato-model/2"
-AUTO, NO_PRESET = "auto", "default"
-NEVER_PRESET = frozenset({"epsilon", "delta", "adjacency", "public_size", "secure", "seed", "device", "preset"})
 ASSUMED_IMAGES = 30_000  # where class sizes are not declared public
 
 
@@ -59,59 +44,20 @@ class NotFittedError(ValueError):
 
 
 @dataclass(kw_only=True, eq=False)
-class Synthesizer(ABC):
+class Synthesizer(Parameterized, ABC):
     """A method: parameters in the constructor, `fit` on private images, then `sample` without limit.
 
     A subclass states its releases in `_releases` (from public facts only), learns in `_fit` from what the vault
-    returns, and draws images in `_sample`. `_state` and `_restore` save and load what was learned.
-
-    Parameters of every method:
-
-    - epsilon: float, 1.0; the privacy budget. `inf` adds no noise and gives no guarantee.
-    - delta: float, 1e-5; choose it far below one over the number of images.
-    - adjacency: `add-remove` (default) or `replace-one`; the neighbouring relation.
-    - public_size: bool, False; whether class sizes are declared public. Otherwise noisy counts are released.
-    - secure: bool, True; exact discrete Gaussian noise for releases that are made once.
-    - device: `auto` (a GPU if there is one), `cpu` or `cuda`.
-    - seed: int, 0; initial weights and sampling. Privacy noise never depends on it.
-    - preset: `auto` (presets that suit the device and the noise), the name of a preset, or `default` for none.
-      Presets never change a parameter that was given.
+    returns, and draws images in `_sample`. `_state` and `_restore` save and load what was learned. The parameters of
+    every method: `Parameterized`.
     """
 
-    key: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
     guarantee: ClassVar[str] = "differential-privacy"
     claimed: ClassVar[dict[str, Any] | None] = None
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
-    adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores only: free after `fit`
     sample_batch: ClassVar[int] = 1000  # labels in one call of `_sample`
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
     vault_type: ClassVar[type[GradientVault]] = GradientVault  # replaced by `check_synthesizer`
-    _given: ClassVar[frozenset[str]] = frozenset()  # set for each instance by `__new__`
-
-    epsilon: float = 1.0
-    delta: float = 1e-5
-    adjacency: Adjacency = "add-remove"
-    public_size: bool = False
-    secure: bool = True
-    device: str = "auto"
-    seed: int = 0
-    preset: str = AUTO
-
-    def __new__(cls, **params: Any) -> Self:
-        self = super().__new__(cls)
-        vars(self)["_given"] = frozenset(params)
-        return self
-
-    def __post_init__(self) -> None:
-        vars(self)["_built"] = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a setting that is assigned counts as given."""
-        object.__setattr__(self, name, value)
-        if "_built" in vars(self) and name in self.__dataclass_fields__:
-            vars(self)["_given"] = self._given | {name}
 
     # -- what a method implements -------------------------------------------------------------------------
 
@@ -148,48 +94,9 @@ class Synthesizer(ABC):
         """Return what else is taken as public, for the certificate. Called before anything is spent."""
         return {}
 
-    def _auto_presets(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
-        """Return the presets that `auto` applies, in order; later ones win."""
-        return ["cpu"] if self.torch_device.type == "cpu" and "cpu" in self.presets else []
-
     def _proportions(self) -> torch.Tensor:
         """Return the share of each class among samples whose labels are left open."""
         return torch.ones(len(self._fitted().classes))
-
-    # -- settings -----------------------------------------------------------------------------------------
-
-    def settings(self, public: PublicFacts) -> list[Setting]:
-        """Return every setting that a fit on such data uses, and where it comes from."""
-        return list_settings(self, self._given, self._preset_values(public))
-
-    def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:
-        """Return {setting: (preset, value)} for the presets that apply."""
-        names = self._auto_presets(public) if self.preset == AUTO else [self.preset]
-        found: dict[str, tuple[str, Any]] = {}
-        for name in names:
-            if name != NO_PRESET:
-                found |= {setting: (name, value) for setting, value in self.presets[name].items()}
-        if unknown := sorted(found.keys() - {each.name for each in fields(self)}):
-            raise ValueError(f"{self.key}: a preset names {unknown[0]!r}, which is no setting of the method")
-        if fixed := sorted(NEVER_PRESET & found.keys()):
-            raise ValueError(f"{self.key}: a preset must not change {fixed[0]}; only the user sets it")
-        return {name: value for name, value in found.items() if name not in self._given}
-
-    def _resolved(self, public: PublicFacts) -> Self:
-        """Return a copy with the values of the presets that apply."""
-        model = copy.copy(self)
-        vars(model).update({name: value for name, (_, value) in self._preset_values(public).items()})
-        return model.validate()
-
-    def with_constants(self, **values: Any) -> Self:
-        """Set named constants of the method, for experiments. The certificate records them. Return self."""
-        known = [each.name for each in fields(self) if not each.init]
-        for name in values:
-            if name not in known:
-                raise ValueError(f"{self.key} has no constant {name!r}; it has {', '.join(known) or 'none'}")
-        for name, value in values.items():
-            setattr(self, name, value)
-        return self.validate()
 
     # -- what a user calls --------------------------------------------------------------------------------
 
@@ -405,78 +312,7 @@ class Synthesizer(ABC):
         self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
         return self
 
-    def get_params(self) -> dict[str, Any]:
-        """Return every parameter and its value."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-
-    def set_params(self, **params: Any) -> Self:
-        """Set parameters by name. Return self."""
-        self.check_params(params)
-        for name, value in params.items():
-            setattr(self, name, value)
-        return self
-
-    @classmethod
-    def check_params(cls, params: dict[str, Any]) -> None:
-        """Raise for a name that is no parameter; the message names the nearest one."""
-        known = [each.name for each in fields(cls) if each.init]
-        for name in params:
-            if name not in known:
-                near = nearest_name(name, known)
-                hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
-                raise ValueError(f"{cls.key} has no parameter {name!r}{hint}")
-
-    def validate(self) -> Self:
-        """Raise `ValueError` for a setting of the wrong type or out of range. Return self."""
-        self._budget()
-        words = {name: hint for name, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
-        for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if name in words and value not in get_args(words[name]):
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(words[name])))}, got {value!r}")
-            check_like(name, value, each.default, zero=name in self.may_be_zero)
-        if self.preset not in (AUTO, NO_PRESET, *self.presets):
-            known = ", ".join((AUTO, NO_PRESET, *self.presets))
-            raise ValueError(f"preset must be one of {known}, got {self.preset!r}")
-        chosen_device(self.device)
-        return self
-
-    @property
-    def torch_device(self) -> torch.device:
-        return chosen_device(self.device)
-
     # -- parts --------------------------------------------------------------------------------------------
-
-    def _json_params(self) -> dict[str, Any]:
-        """Return all settings, constants included, as JSON holds them; `from_json` reads them back."""
-        kinds = {each.name: type(each.default) for each in fields(self)}
-        params = {name: as_stored(getattr(self, name), kind) for name, kind in kinds.items()}
-        return as_json({name: "inf" if value == math.inf else value for name, value in params.items()})
-
-    def json_settings(self, public: PublicFacts) -> dict[str, Any]:
-        """Return every setting that a fit on such data uses, as the certificate records them."""
-        return self._resolved(public)._json_params()
-
-    @classmethod
-    def from_json(cls, params: dict[str, Any]) -> Self:
-        """Return a model with these settings. Raise `TypeError` for names that are not its settings."""
-        known = {each.name: each for each in fields(cls)}
-        if unknown := sorted(params.keys() - known.keys()):
-            raise TypeError(f"{cls.key} has no setting {unknown[0]!r}")
-        read: dict[str, Any] = {}
-        for name, value in params.items():
-            default = known[name].default
-            if is_dataclass(default) and isinstance(value, dict):
-                kind: Any = type(default)
-                read[name] = kind(**{part: as_tuple(each) for part, each in value.items()})
-            else:
-                read[name] = math.inf if value == "inf" else as_tuple(value)
-        model = cls(**{name: value for name, value in read.items() if known[name].init})
-        for name, value in read.items():
-            if not known[name].init:
-                setattr(model, name, value)
-        vars(model)["_given"] = frozenset(read)
-        return model
 
     @contextmanager
     def _adjusted(self, options: dict[str, Any]) -> Iterator[None]:
@@ -502,9 +338,6 @@ class Synthesizer(ABC):
         return calibrate([Release("all")], self._budget()).releases[0].noise / (
             sum(public.sizes or ()) or ASSUMED_IMAGES
         )
-
-    def _budget(self, unit: Unit = "image") -> Budget:
-        return Budget(float(self.epsilon), float(self.delta), self.adjacency, unit)
 
     def _fitted(self) -> PublicFacts:
         if not hasattr(self, "public_"):

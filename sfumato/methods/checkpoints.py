@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sfumato.data import DataError
 from sfumato.engine import GradientVault
 from sfumato.engine.kept_results import LOG
 from sfumato.engine.state import StatePart, entries_below, flat, read_tensors, restore, state_of, write_tensors
@@ -121,3 +122,25 @@ def remove_checkpoint(folder: Path) -> None:
     for name in (FILE, LOG):
         (folder / name).unlink(missing_ok=True)
         (folder / name).with_suffix(".partial").unlink(missing_ok=True)  # of a process that was killed
+
+
+def started(folder: Path) -> bool:
+    """Return whether a run has written anything to its ledger there."""
+    ledger = folder / "ledger.jsonl"
+    return ledger.exists() and ledger.stat().st_size > 0
+
+
+def check_run_folder(folder: Path, resume: bool) -> None:
+    """Raise `DataError` for a folder that holds a saved model, or a run that is not to be resumed or is finished."""
+    finished = (folder / "certificate.json").exists()
+    if not started(folder):
+        if finished:
+            raise DataError(f"{folder} holds a saved model; choose another folder")
+        return
+    if not resume:
+        raise DataError(
+            f"{folder} holds a run already; continue it with resume=True (--resume) or choose another folder"
+        )
+    if finished:
+        remove_checkpoint(folder)
+        raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")

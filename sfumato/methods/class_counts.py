@@ -1,4 +1,7 @@
-"""Class counts: declared public, or released with noise. They only scale and balance; no noise depends on them."""
+"""Class counts: declared public, or released with noise; and labels in their proportions.
+
+They only scale and balance; no noise depends on them.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,13 @@ def class_counts(vault: GradientVault, public: PublicFacts) -> torch.Tensor:
     """Return the number of images in each class, [classes], float, at least 1: declared, or released."""
     counts = torch.tensor(public.sizes, device=vault.device) if public.sizes else vault.counts()
     return counts.float().clamp_min(1)
+
+
+def allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
+    """Return `n` labels in these proportions, by largest remainders, in class order."""
+    shares = proportions.double().clamp_min(0)
+    shares = n * shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, n / len(shares))
+    counts = shares.floor().long()
+    order = (shares - counts).argsort(descending=True, stable=True)
+    counts[order[: n - int(counts.sum())]] += 1
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)

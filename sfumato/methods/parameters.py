@@ -1,18 +1,22 @@
-"""Parameters of methods as values: the device, checks against defaults, the form in JSON; and labels by proportions."""
+"""Parameters of methods: those that all share, presets, where each value comes from, checks, the form in JSON."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 
-from sfumato.data import DataError
-from sfumato.methods.checkpoints import remove_checkpoint
+from sfumato.data import PublicFacts
+from sfumato.privacy import Budget
+from sfumato.privacy.budget import Adjacency, Unit
+
+AUTO, NO_PRESET = "auto", "default"
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,168 @@ class Setting:
     name: str
     value: Any
     source: str
+
+
+@dataclass(kw_only=True, eq=False)
+class Parameterized:
+    """What a method has before `fit`: constructor parameters, by scikit-learn's conventions, and constants.
+
+    Parameters of every method:
+
+    - epsilon: float, 1.0; the privacy budget. `inf` adds no noise and gives no guarantee.
+    - delta: float, 1e-5; choose it far below one over the number of images.
+    - adjacency: `add-remove` (default) or `replace-one`; the neighbouring relation.
+    - public_size: bool, False; whether class sizes are declared public. Otherwise noisy counts are released.
+    - secure: bool, True; exact discrete Gaussian noise for releases that are made once.
+    - device: `auto` (a GPU if there is one), `cpu` or `cuda`.
+    - seed: int, 0; initial weights and sampling. Privacy noise never depends on it.
+    - preset: `auto` (presets that suit the device and the noise), the name of a preset, or `default` for none.
+      Presets never change a parameter that was given.
+    """
+
+    key: ClassVar[str]
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
+    adjustable: ClassVar[frozenset[str]] = frozenset()  # parameters of samples and scores only: free after `fit`
+    _given: ClassVar[frozenset[str]] = frozenset()  # set for each instance by `__new__`
+
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    adjacency: Adjacency = "add-remove"
+    public_size: bool = False
+    secure: bool = True
+    device: str = "auto"
+    seed: int = 0
+    preset: str = AUTO
+
+    def __new__(cls, **params: Any) -> Self:
+        self = super().__new__(cls)
+        vars(self)["_given"] = frozenset(params)
+        return self
+
+    def __post_init__(self) -> None:
+        vars(self)["_built"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting that is assigned counts as given."""
+        object.__setattr__(self, name, value)
+        if "_built" in vars(self) and name in self.__dataclass_fields__:
+            vars(self)["_given"] = self._given | {name}
+
+    # -- what a user calls --------------------------------------------------------------------------------
+
+    def get_params(self) -> dict[str, Any]:
+        """Return every parameter and its value."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters by name. Return self."""
+        self.check_params(params)
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """Raise for a name that is no parameter; the message names the nearest one."""
+        known = [each.name for each in fields(cls) if each.init]
+        for name in params:
+            if name not in known:
+                near = nearest_name(name, known)
+                hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
+                raise ValueError(f"{cls.key} has no parameter {name!r}{hint}")
+
+    def validate(self) -> Self:
+        """Raise `ValueError` for a setting of the wrong type or out of range. Return self."""
+        self._budget()
+        words = {name: hint for name, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if name in words and value not in get_args(words[name]):
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(words[name])))}, got {value!r}")
+            check_like(name, value, each.default, zero=name in self.may_be_zero)
+        if self.preset not in (AUTO, NO_PRESET, *self.presets):
+            known = ", ".join((AUTO, NO_PRESET, *self.presets))
+            raise ValueError(f"preset must be one of {known}, got {self.preset!r}")
+        chosen_device(self.device)
+        return self
+
+    @property
+    def torch_device(self) -> torch.device:
+        return chosen_device(self.device)
+
+    def settings(self, public: PublicFacts) -> list[Setting]:
+        """Return every setting that a fit on such data uses, and where it comes from."""
+        return list_settings(self, self._given, self._preset_values(public))
+
+    def with_constants(self, **values: Any) -> Self:
+        """Set named constants of the method, for experiments. The certificate records them. Return self."""
+        known = [each.name for each in fields(self) if not each.init]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{self.key} has no constant {name!r}; it has {', '.join(known) or 'none'}")
+        for name, value in values.items():
+            setattr(self, name, value)
+        return self.validate()
+
+    def json_settings(self, public: PublicFacts) -> dict[str, Any]:
+        """Return every setting that a fit on such data uses, as the certificate records them."""
+        return self._resolved(public)._json_params()
+
+    @classmethod
+    def from_json(cls, params: dict[str, Any]) -> Self:
+        """Return a model with these settings. Raise `TypeError` for names that are not its settings."""
+        known = {each.name: each for each in fields(cls)}
+        if unknown := sorted(params.keys() - known.keys()):
+            raise TypeError(f"{cls.key} has no setting {unknown[0]!r}")
+        read: dict[str, Any] = {}
+        for name, value in params.items():
+            default = known[name].default
+            if is_dataclass(default) and isinstance(value, dict):
+                kind: Any = type(default)
+                read[name] = kind(**{part: as_tuple(each) for part, each in value.items()})
+            else:
+                read[name] = math.inf if value == "inf" else as_tuple(value)
+        model = cls(**{name: value for name, value in read.items() if known[name].init})
+        for name, value in read.items():
+            if not known[name].init:
+                setattr(model, name, value)
+        vars(model)["_given"] = frozenset(read)
+        return model
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _auto_presets(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
+        """Return the presets that `auto` applies, in order; later ones win."""
+        return ["cpu"] if self.torch_device.type == "cpu" and "cpu" in self.presets else []
+
+    def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:
+        """Return {setting: (preset, value)} for the presets that apply."""
+        names = self._auto_presets(public) if self.preset == AUTO else [self.preset]
+        found: dict[str, tuple[str, Any]] = {}
+        for name in names:
+            if name != NO_PRESET:
+                found |= {setting: (name, value) for setting, value in self.presets[name].items()}
+        if unknown := sorted(found.keys() - {each.name for each in fields(self)}):
+            raise ValueError(f"{self.key}: a preset names {unknown[0]!r}, which is no setting of the method")
+        if fixed := sorted(found.keys() & {each.name for each in fields(Parameterized)}):
+            raise ValueError(f"{self.key}: a preset must not change {fixed[0]}; only the user sets it")
+        return {name: value for name, value in found.items() if name not in self._given}
+
+    def _resolved(self, public: PublicFacts) -> Self:
+        """Return a copy with the values of the presets that apply."""
+        model = copy.copy(self)
+        vars(model).update({name: value for name, (_, value) in self._preset_values(public).items()})
+        return model.validate()
+
+    def _json_params(self) -> dict[str, Any]:
+        """Return all settings, constants included, as JSON holds them; `from_json` reads them back."""
+        kinds = {each.name: type(each.default) for each in fields(self)}
+        params = {name: as_stored(getattr(self, name), kind) for name, kind in kinds.items()}
+        return as_json({name: "inf" if value == math.inf else value for name, value in params.items()})
+
+    def _budget(self, unit: Unit = "image") -> Budget:
+        return Budget(float(self.epsilon), float(self.delta), self.adjacency, unit)
 
 
 def list_settings(model: Any, given: frozenset[str], applied: dict[str, tuple[str, Any]]) -> list[Setting]:
@@ -68,28 +234,6 @@ def nearest_name(name: str, known: Sequence[str]) -> str | None:
     return next(iter([*begins, *difflib.get_close_matches(name, known, 1)]), None)
 
 
-def started(folder: Path) -> bool:
-    """Return whether a run has written anything to its ledger there."""
-    ledger = folder / "ledger.jsonl"
-    return ledger.exists() and ledger.stat().st_size > 0
-
-
-def check_run_folder(folder: Path, resume: bool) -> None:
-    """Raise `DataError` for a folder that holds a saved model, or a run that is not to be resumed or is finished."""
-    finished = (folder / "certificate.json").exists()
-    if not started(folder):
-        if finished:
-            raise DataError(f"{folder} holds a saved model; choose another folder")
-        return
-    if not resume:
-        raise DataError(
-            f"{folder} holds a run already; continue it with resume=True (--resume) or choose another folder"
-        )
-    if finished:
-        remove_checkpoint(folder)
-        raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
-
-
 def check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> None:
     """Raise unless a value has its default's type; numbers must be positive (or zero, if allowed), except the seed."""
     if is_dataclass(default):
@@ -111,16 +255,6 @@ def check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> No
             check_like(name, part, like, zero=zero)
     elif isinstance(default, str) and not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {value!r}")
-
-
-def allocate(n: int, proportions: torch.Tensor) -> torch.Tensor:
-    """Return `n` labels in these proportions, by largest remainders, in class order."""
-    shares = proportions.double().clamp_min(0)
-    shares = n * shares / shares.sum() if shares.sum() > 0 else torch.full_like(shares, n / len(shares))
-    counts = shares.floor().long()
-    order = (shares - counts).argsort(descending=True, stable=True)
-    counts[order[: n - int(counts.sum())]] += 1
-    return torch.repeat_interleave(torch.arange(len(counts)), counts)
 
 
 def as_stored(value: Any, kind: type) -> Any:

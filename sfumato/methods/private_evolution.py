@@ -40,11 +40,9 @@ from sfumato.engine import GradientVault, with_share
 from sfumato.features.embedding import ImageEmbedding
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.curriculum_painter import CurriculumPainter
-from sfumato.methods.embedding_painter import EmbeddingPainter
+from sfumato.methods.painter_choice import painter_for
 from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
 from sfumato.nets.training import state_below
-from sfumato.priors import load_prior
 from sfumato.privacy import Release
 
 TEMPERATURE = 0.02  # of the votes, in squared distances. Rounding on a GPU moves an embedding by 4e-5: a vote by 4e-3
@@ -120,18 +118,7 @@ class PrivateEvolution(Synthesizer):
         return self
 
     def _painter(self, public: PublicFacts) -> PriorPainter:
-        prior = load_prior(self.prior)
-        kind = EmbeddingPainter if prior.card.condition else CurriculumPainter
-        return kind(
-            prior,
-            self.adaptation,
-            public,
-            steps=self.steps if self.adapt else 0,
-            sampling_prob=self.sampling_prob,
-            encoder=self.encoder,
-            seed=self.seed,
-            device=self.torch_device,
-        )
+        return painter_for(self, public, self.steps if self.adapt else 0)
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         painter = self._painter(public)

@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
-from sfumato.features.components import Components
 from sfumato.features.embedding import ImageEmbedding
 from sfumato.features.unit_norm import (
     CNNFeatures,
+    Components,
     EncoderFeatures,
     ScatteringAndPixels,
     UnitNormMaps,

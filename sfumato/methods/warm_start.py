@@ -16,10 +16,11 @@ import torch
 
 from sfumato.data import ImageSet, PublicFacts
 from sfumato.engine import GradientVault, with_share
-from sfumato.methods.base import NO_PRESET, Synthesizer
+from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.generator_method import GeneratorMethod
+from sfumato.methods.parameters import NO_PRESET
 from sfumato.methods.registry import create
 from sfumato.privacy import Release
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sfumato.certificate import Certificate, verify
+from sfumato.certificate import Certificate, issue, verify
 from sfumato.certificate.issue import FORMAT
 from sfumato.certificate.statement import rounded_up
 from sfumato.engine.calibration import calibrate
@@ -100,6 +100,7 @@ def test_a_package_without_metadata_does_not_prevent_a_certificate(monkeypatch: 
         return "1.0"
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(issue, "_version", issue._version.__wrapped__)  # without its cache
     software = Certificate.from_ledger(written(Ledger(), Budget(1), STEPS)).software
     assert software["sfumato"] == software["opendp"] == "not installed"
     assert software["torch"] == "1.0"

@@ -15,7 +15,7 @@ import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.engine import GradientVault
 from sfumato.methods.base import NotFittedError, Synthesizer
-from sfumato.methods.parameters import allocate
+from sfumato.methods.class_counts import allocate
 from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 

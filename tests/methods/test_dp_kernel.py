@@ -277,6 +277,7 @@ def test_sums_of_classes_and_of_all_are_reconciled_by_least_squares() -> None:
     assert torch.equal(reconcile(sums, every, 0.0), sums)
 
 
+@pytest.mark.slow  # `test_testing.py` checks atelier, whose painter has the same release, in each run
 def test_no_image_leaves_with_what_classes_have_in_common(fewer_digits: ImageSet) -> None:
     check_synthesizer(lambda **params: quick(painter=replace(PAINTER, common_share=0.5), **params), fewer_digits)
 

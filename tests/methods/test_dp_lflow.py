@@ -77,7 +77,7 @@ def test_the_plan_has_gradients_and_counts(few_digits: ImageSet) -> None:
     assert [release.name for release in declared.releases] == ["gradients"]
 
 
-@pytest.mark.parametrize("variant", ["partitioned", "conditional"])
+@pytest.mark.parametrize("variant", ["partitioned", pytest.param("conditional", marks=pytest.mark.slow)])
 def test_a_warm_start_is_sound(variant: str, fewer_digits: ImageSet) -> None:
     check_synthesizer(lambda **params: warm(variant=variant, **params), fewer_digits)
 
