@@ -7,6 +7,7 @@ program needs `--authors FOLDER`.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ def run(table: str, options: argparse.Namespace) -> int:
     rows = []
     for row in module.run(options):
         rows.append({"device": device, **row})
-        print(row, flush=True)
+        print(json.dumps(row), flush=True)
     content = load(table, options.results)
     kept = [row for row in content["rows"] if row.get("device", content["device"]) != device]
     for row in kept:
