@@ -7,6 +7,7 @@ program needs `--authors FOLDER`.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def run(table: str, options: argparse.Namespace) -> int:
     head = {**about_run(f"python -m benchmarks {table}", options), "seeds": None}
     for row in module.run(options):
         rows.append({"device": device, **row})
-        print(row, flush=True)
+        print(json.dumps(row), flush=True)
         save(table, {**head, "rows": rows}, options.results)  # a later part may run out of time
     return 0
 

@@ -33,7 +33,7 @@ from sfumato.threads import usable_cores
 
 IMAGES = {"cuda": 1_000_000, "cpu": 2_000}
 SHARDS, SECONDS = 4, 12  # shards of the pass, written before it; longest time of each part
-ON_DEVICE = {"cuda": 20_000, "cpu": 1_000}  # images of one query
+ON_DEVICE = {"cuda": 20_000, "cpu": 250}  # images of one query
 
 
 def decode_until(given: tuple[list[str], int, float]) -> int:
