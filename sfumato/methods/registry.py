@@ -59,9 +59,7 @@ def choose(device: str = "auto", *, prior: str = "", channels: int | None = None
     if chosen_device(device).type == "cuda":
         return Choice("atelier", "most accurate with a GPU")
     if channels == 3:
-        return Choice(
-            "atelier", "colour images without a GPU: more accurate than dp-merf on photographs"
-        )
+        return Choice("atelier", "colour images without a GPU: more accurate than dp-merf on photographs")
     return Choice("dp-merf", "grey images without a GPU: the fastest" if channels else "the fastest without a GPU")
 
 
