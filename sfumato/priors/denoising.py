@@ -117,8 +117,8 @@ def train_prior(
     if start is not None:
         if not alike(card, start.card):
             raise DataError(
-                f"the prior {start.card.name} has another autoencoder, or a network of other channels, widths, context "
-                "or attention"
+                f"the prior {start.card.name} has a network of other channels, widths, context or attention, or "
+                "another autoencoder"
             )
         trained_on, licence = joined_words(trained_on, start.card.trained_on), joined_words(licence, start.card.licence)
         card = replace(card, trained_on=trained_on, licence=licence)

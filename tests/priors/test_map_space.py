@@ -137,7 +137,7 @@ def test_errors_are_clear(large: ImageSet, folder: Path, tmp_path: Path) -> None
     with pytest.raises(DataError, match="64 to 256 pixels, not 40 × 40"):
         train(tmp_path, ImageSet(pixels[:, :, :40, :40]))
     first = load_prior(folder)
-    with pytest.raises(DataError, match="another autoencoder"):
+    with pytest.raises(DataError, match="or another autoencoder"):
         train(tmp_path / "pixels", large, autoencoder="", start=first)
     grown = train(tmp_path / "more", large, start=first)
     assert grown.card.notes["images_seen"] == 2 * SETTINGS.steps * SETTINGS.batch_size
