@@ -18,10 +18,7 @@ from sfumato.data import ImageSet, save_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
 
-NO_LIMIT = (
-    "--seconds",
-    "1000000",
-)  # the default, two minutes, is too short on a busy machine
+NO_LIMIT = ("--seconds", "1000000")  # the default, two minutes, is too short on a busy machine
 
 
 @pytest.fixture
