@@ -18,13 +18,15 @@ from sfumato.data import ImageSet, save_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
 
+NO_LIMIT = ("--seconds", "1000000")  # the default, two minutes, is too short on a busy machine
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function that runs the command in this process and returns (status, output, errors)."""
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sfumato", "audit", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["sfumato", "audit", *map(str, arguments), *NO_LIMIT])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         captured = capsys.readouterr()
@@ -71,7 +73,7 @@ def test_rules_are_printed(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (("dp-merf", "--fault", "half-noise", "--trials", "8000"), "white-box: epsilon is at least"),
+        (("dp-merf", "--fault", "half-noise", "--trials", "8000", "--runs", "0"), "white-box: epsilon is at least"),
         (("dp-merf", "--fault", "printed-loss", "--structural"), "rule 'printed text'"),
         (("dp-kernel-as-published", "--runs", "0"), "rule 'raw images'"),
         (("gaussian", "--fault", "half-noise"), "white-box: epsilon is at least"),
