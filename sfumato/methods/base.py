@@ -309,7 +309,17 @@ class Synthesizer(Parameterized, ABC):
         }
         if changed := [name for name, fact in files.items() if stated.get(name) != as_json(fact)]:
             raise DataError(f"the public {changed[0]!r} is not the one that the certificate names; nothing was drawn")
-        self._restore(public, load_file(folder / "model.safetensors", device=str(self.torch_device)))
+        state = load_file(folder / "model.safetensors", device=str(self.torch_device))
+        try:
+            self._restore(public, state)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of load_state_dict
+            reason = str(error).splitlines()[-1].strip()
+            raise DataError(
+                f"{folder} holds a model whose networks are not those of this version; fit again, or use the version "
+                f"that its certificate names ({reason})"
+            ) from error
         return self
 
     # -- parts --------------------------------------------------------------------------------------------

@@ -199,6 +199,16 @@ def test_what_is_no_model_is_refused(damage: str, fitted: Synthesizer, tmp_path:
         sf.load(folder)
 
 
+def test_networks_of_another_version_are_refused_in_words(
+    fitted: Synthesizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fitted.save(tmp_path / "model")
+    other = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(type(fitted), "_restore", lambda self, public, state: other.load_state_dict(state))
+    with pytest.raises(DataError, match="not those of this version; fit again"):
+        sf.load(folder, device="cpu")
+
+
 def test_a_run_folder_is_used_once(few_digits: ImageSet, tmp_path: Path) -> None:
     model = sf.create("dp-merf", epsilon=3.0, **QUICK).fit(few_digits, run_dir=tmp_path)
     with pytest.raises(DataError, match="holds a run already"):
