@@ -249,7 +249,9 @@ def test_a_manifest_is_private(shards: Path, tmp_path: Path) -> None:
             sf.create("dp-merf", epsilon=5.0).fit(images, run_dir=tmp_path / "run")
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
     target = tmp_path / "out"
-    found = CliRunner().invoke(cli.app, ["fit", str(shards), "--classes", "10", "--manifest", f"{target}/m.json", "--out", str(target)])
+    found = CliRunner().invoke(
+        cli.app, ["fit", str(shards), "--classes", "10", "--manifest", f"{target}/m.json", "--out", str(target)]
+    )
     assert found.exit_code
     assert isinstance(found.exception, DataError)
     assert "would lie in" in str(found.exception)
