@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import warnings
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -186,7 +187,7 @@ def _load(
     found: dict[int, Loaded] = {}
     names: dict[str, int] = {}
     loaded: list[Loaded] = []
-    persons: list[torch.Tensor] = []
+    labels, persons = bytearray(), bytearray()  # one block each: small tensors between shards would split the heap
     for result in executor.load(entries):
         if isinstance(result, Failure):
             raise DataError(result.message or f"{shards[result.number].name} cannot be read: {result.kind}")
@@ -194,9 +195,10 @@ def _load(
         while len(loaded) in found:  # persons are numbered in the order of the manifest, whichever shard comes first
             each = found.pop(len(loaded))
             if each.persons is not None:
-                own = [names.setdefault(name, len(names)) for name in each.persons]
-                persons.append(torch.tensor(own, dtype=torch.int64))
-            loaded.append(replace(each, persons=None))
+                persons += array("q", [names.setdefault(name, len(names)) for name in each.persons]).tobytes()
+            if each.labels is not None:
+                labels += each.labels.to(torch.int32).numpy().tobytes()
+            loaded.append(replace(each, persons=None, labels=None))
         if progress is not None:
             progress(len(loaded), len(entries))
     if len(loaded) < len(entries):
@@ -207,9 +209,10 @@ def _load(
     ]
     some = [each for each in loaded if each.records]
     blank = torch.zeros(1, dtype=torch.uint8).expand(sum(each.records for each in some), *some[0].shape)
-    labels = [each.labels for each in some if each.labels is not None]
-    people = encode_persons(list(names))[torch.cat(persons)] if persons else None  # names as `load_images` reads them
-    outline = ImageSet(blank, torch.cat(labels) if labels else None, some[0].classes, persons=people)
+    known = torch.frombuffer(labels, dtype=torch.int32).long() if labels else None
+    owners = torch.frombuffer(persons, dtype=torch.int64) if persons else None
+    people = None if owners is None else encode_persons(list(names))[owners]  # names as `load_images` reads them
+    outline = ImageSet(blank, known, some[0].classes, persons=people)
     check_number(outline, source, warn=reading.options.split == "train")
     check_classes(outline, source)
     if skipped := sum(each.skipped for each in loaded):

@@ -12,12 +12,12 @@ import platform
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import PIL
 import torch
 from torch import Tensor
@@ -127,9 +127,11 @@ class Failure:
 
 @dataclass
 class _Held:
-    """A shard on this worker, and the rows of maps by their identity."""
+    """A shard on this worker, and the rows of maps by their identity. All rows are in the file: memory stays flat."""
 
-    decoded: Decoded
+    sha256: str
+    pixels: FileRows
+    labels: FileRows | None
     mapped: dict[str, FileRows] = field(default_factory=dict)
 
 
@@ -150,10 +152,7 @@ class Worker:
         """Read, hash and decode a shard; return what is known about it."""
 
         def load() -> Loaded:
-            held = self._hold(entry)
-            found = held.decoded
-            labels = None if found.labels is None else found.labels.to(torch.int32)
-            held.decoded = replace(found, persons=None, labels=labels)  # names are needed once
+            found = self._read(entry)
             shape, count = tuple(found.pixels.shape[1:]), len(found.pixels)
             facts = found.labels, found.persons, found.classes, found.skipped
             return Loaded(entry.number, found.sha256, count, shape, *facts)
@@ -174,7 +173,7 @@ class Worker:
                 if float(found.abs().max()) >= EXACT:
                     raise OverflowError
                 found = found.to(torch.int64)
-            return Partial(task.identity, entry.number, held.decoded.sha256, found)
+            return Partial(task.identity, entry.number, held.sha256, found)
 
         partial: Partial | Failure = self._safely(entry, total)
         return partial
@@ -185,7 +184,7 @@ class Worker:
         def apply() -> Partial:
             held = self._hold(entry)
             self._rows(tuple(task), entry, held, _usable(entry, device))
-            return Partial(task[-1].identity, entry.number, held.decoded.sha256, torch.zeros(0))
+            return Partial(task[-1].identity, entry.number, held.sha256, torch.zeros(0))
 
         partial: Partial | Failure = self._safely(entry, apply)
         return partial
@@ -194,7 +193,7 @@ class Worker:
         """Return which of these SHA-256 are of an image of the shard."""
 
         def find() -> frozenset[bytes]:
-            pixels = self._hold(entry).decoded.pixels
+            pixels = self._hold(entry).pixels
             rows = (pixels[torch.tensor([index])][0].numpy().tobytes() for index in range(len(pixels)))
             return digests & {hashlib.sha256(row).digest() for row in rows}
 
@@ -218,19 +217,27 @@ class Worker:
             self._unpacked[identity] = pickle.loads(packed)
         return self._unpacked[identity]
 
+    def _read(self, entry: Entry) -> Decoded:
+        """Read and decode a shard; keep its pixels and labels in the file."""
+        found = decode_shard(entry.shard, entry.reading, entry.on_error, self._spool, entry.sha256)
+        labels = None if found.labels is None else FileRows((), np.int32, self._spool)
+        if labels is not None and found.labels is not None:
+            labels.write(0, found.labels.numpy())
+        self._held[entry.owner, entry.number] = _Held(found.sha256, found.pixels, labels)
+        return found
+
     def _hold(self, entry: Entry) -> _Held:
         place = entry.owner, entry.number
         if place not in self._held:
-            decoded = decode_shard(entry.shard, entry.reading, entry.on_error, self._spool, entry.sha256)
-            self._held[place] = _Held(decoded)
+            self._read(entry)
         held = self._held[place]
-        if entry.sha256 is not None and held.decoded.sha256 != entry.sha256:
+        if entry.sha256 is not None and held.sha256 != entry.sha256:
             raise MissingShard(entry.shard.name, "is not the one of the manifest")
         return held
 
     def _rows(self, steps: tuple[Step, ...], entry: Entry, held: _Held, device: torch.device) -> FileRows:
         if not steps:
-            return held.decoded.pixels
+            return held.pixels
         last = steps[-1]
         if last.identity not in held.mapped:
             before = self._rows(steps[:-1], entry, held, device)
@@ -241,7 +248,7 @@ class Worker:
     def _records(self, rows: FileRows, entry: Entry, held: _Held, key: bytes, device: torch.device) -> ShardRecords:
         if entry.records != len(rows):
             raise MissingShard(entry.shard.name, "has another number of records than the manifest")
-        labels = None if held.decoded.labels is None else held.decoded.labels.long()
+        labels = None if held.labels is None else held.labels[torch.arange(len(held.labels))].long()
         units, weights = entry.units, entry.weights
         if units is None or weights is None:
             units, weights = entry.first + torch.arange(len(rows)), torch.ones(len(rows), dtype=torch.float64)
@@ -287,7 +294,7 @@ def code_digest() -> str:
     """Return a digest of the program that the guarantee of a cluster run rests on."""
     root = Path(sfumato.data.__file__).parents[1]
     files = sorted(path for folder in ("privacy", "cluster", "data") for path in (root / folder).glob("*.py"))
-    versions = platform.python_version(), torch.__version__, numpy.__version__, PIL.__version__
+    versions = platform.python_version(), torch.__version__, np.__version__, PIL.__version__
     whole = hashlib.sha256(repr(versions).encode())
     for path in files:
         whole.update(path.read_bytes())

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -66,15 +67,16 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the same sampling keys in each vault: a function of how many were drawn by this vault."""
-    drawn: dict[int, int] = {}
+    drawn: WeakKeyDictionary[ClusterVault, int] = WeakKeyDictionary()  # an id may be that of a vault which is gone
+    now = [0]
 
     def exact(self: ClusterVault, *args: Any) -> torch.Tensor:
-        drawn["now"] = drawn[id(self)] = drawn.get(id(self), 0) + 1  # type: ignore[index]
+        now[0] = drawn[self] = drawn.get(self, 0) + 1
         return original(self, *args)
 
     original = ClusterVault._exact
     monkeypatch.setattr(ClusterVault, "_exact", exact)
-    monkeypatch.setattr(cluster_vault, "new_key", lambda: drawn.get("now", 0).to_bytes(16))  # type: ignore[call-overload]
+    monkeypatch.setattr(cluster_vault, "new_key", lambda: now[0].to_bytes(16))
 
 
 def vault_of(images: ShardedImages, unit: Any = "image", **options: Any) -> ClusterVault:

@@ -280,7 +280,7 @@ def test_two_maps_at_once_do_not_mix_rows(digits: ImageSet, monkeypatch: pytest.
     assert most == [1]
     assert all(isinstance(each, Partial) for each in found)
     held = worker._held[entry.owner, entry.number]
-    plain = held.decoded.pixels[torch.arange(entry.records)].float() / 127.5 - 1
+    plain = held.pixels[torch.arange(entry.records)].float() / 127.5 - 1
     for (step,), expected in zip(steps, (plain.flatten(1), plain.square()), strict=True):
         assert torch.equal(held.mapped[step.identity][torch.arange(entry.records)], expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import http.server
 import io
 import json
@@ -10,6 +11,7 @@ import secrets
 import shutil
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from typer.testing import CliRunner
 import sfumato as sf
 from sfumato import cli
 from sfumato.cluster import ShardedImages, open_shards
-from sfumato.data import DataError, ImageSet, save_images
+from sfumato.data import DataError, ImageSet, load_images, save_images
 from sfumato.data import shards as shards_module
 from sfumato.data.shards import decode_shard, split_images
 from sfumato.data.storage import FileRows
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.
 def whole(images: ShardedImages) -> torch.Tensor:
     """Return all pixels of an image set in this process, in the order of the manifest."""
     held = images.executor._worker._held  # type: ignore[attr-defined]
-    parts = [held[entry.owner, entry.number].decoded.pixels for entry in images.entries if entry.records]
+    parts = [held[entry.owner, entry.number].pixels for entry in images.entries if entry.records]
     return torch.cat([part[torch.arange(len(part))] for part in parts])
 
 
@@ -303,3 +305,24 @@ def test_a_divided_source_is_found_again_by_its_manifest(digits: ImageSet, tmp_p
         open_shards(tmp_path / "folders", **options)  # type: ignore[arg-type]
     with pytest.warns(sf.data.DataWarning, match="1 files cannot be read"):  # also if its shard is then empty
         assert len(open_shards(tmp_path / "folders", mode="grey", on_error="skip")) == 59
+
+
+def test_nothing_of_a_shard_stays_in_memory(tmp_path: Path) -> None:
+    """Each shard leaves at most 16 bytes per image, garbage or not, and no tensor, which would split the heap."""
+    many = load_images("digits").subset(range(1000))
+    for number in range(12):
+        write_tar(tmp_path / f"w-{number:03}.tar", many, [f"{number}" for _ in range(1000)])
+    kept: list[int] = []
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        images = open_shards(tmp_path, classes=10, progress=lambda *_: kept.append(tracemalloc.get_traced_memory()[0]))
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and len(each.shape) == 1]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert min(kept[-3:]) - min(kept[:3]) < 9 * 16_000 < (tmp_path / "w-000.tar").stat().st_size
+    assert not [each for each in tensors if each.shape == (1000,) and each is not many.labels]
+    assert images.outline.labels is not None
+    assert torch.equal(images.outline.labels[-1000:], many.labels)  # type: ignore[arg-type]
