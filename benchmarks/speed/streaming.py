@@ -47,10 +47,10 @@ def jpegs() -> list[bytes]:
     return found
 
 
-def write_shard(path: Path, number: int) -> None:
+def write_shard(path: Path, number: int, images: int = PER_SHARD) -> None:
     """Write a shard of JPEG files. Shards have the same images, to save time here, and differ in names and labels."""
     with tarfile.open(path, "w") as archive:
-        for index, jpeg in enumerate(jpegs()):
+        for index, jpeg in enumerate(jpegs()[:images]):
             for suffix, content in (("jpg", jpeg), ("cls", str((index + number) % CLASSES).encode())):
                 member = tarfile.TarInfo(f"{number:06}-{index:06}.{suffix}")
                 member.size = len(content)
