@@ -35,7 +35,7 @@ from sfumato.engine import GradientVault, Performance
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import load, method_type
 from sfumato.privacy import Release
-from sfumato.privacy.budget import ADJACENCIES
+from sfumato.privacy.budget import ADJACENCIES, Adjacency
 
 FAILURE = 1e-9  # probability that a sound method fails a noise test
 DRAWS = 2000  # samples that are drawn to test the sampling
@@ -151,7 +151,7 @@ def soundness_checks(
     yield ("raw images", "budget", "pinned files", "interface"), partial(_check_interface, make, images)
 
 
-def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
+def _neighbours(images: ImageSet, place: int, adjacency: Adjacency) -> list[tuple[ImageSet, torch.Tensor]]:
     """Return neighbouring sets, each with the index of its records in `images`.
 
     The unit `place` is removed, or replaced by a copy of another unit or by an extreme image.
@@ -180,7 +180,7 @@ def _record(
     places: Sequence[int],
     base: type[GradientVault],
     tapes: list[Tape],
-    adjacency: str,
+    adjacency: Adjacency,
 ) -> tuple[Tape, Run]:
     """Return a run whose samples all contain the units `places`, and its tape, which is added to `tapes`."""
     tape = Tape(places[0], torch.arange(len(images)), drawn=places)
@@ -193,10 +193,10 @@ def _check_neighbours(
     make: Callable[..., Synthesizer],
     images: ImageSet,
     place: int,
-    adjacency: str,
+    adjacency: Adjacency,
     base: type[GradientVault],
     tapes: list[Tape] | None = None,
-    recorded: Callable[[str], tuple[Tape, Run]] | None = None,
+    recorded: Callable[[Adjacency], tuple[Tape, Run]] | None = None,
 ) -> None:
     """Raise unless runs on neighbouring sets are the same but for their exact sums; add their tapes to `tapes`.
 
@@ -212,7 +212,7 @@ def _check_neighbours(
         _check_same(one, other)
 
 
-def _check_answers(recorded: list[Answer], replayed: list[Answer], adjacency: str) -> None:
+def _check_answers(recorded: list[Answer], replayed: list[Answer], adjacency: Adjacency) -> None:
     if len(recorded) != len(replayed):
         raise UnsoundError("the number or order of queries depends on a single record", "control flow")
     for a, b in zip(recorded, replayed, strict=True):
