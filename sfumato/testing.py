@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ from sfumato.engine import GradientVault, Performance
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import load, method_type
 from sfumato.privacy import Release
-from sfumato.privacy.budget import ADJACENCIES
+from sfumato.privacy.budget import ADJACENCIES, Adjacency
 
 FAILURE = 1e-9  # probability that a sound method fails a noise test
 DRAWS = 2000  # samples that are drawn to test the sampling
@@ -89,23 +89,26 @@ class Tape:
     - place: index of the unit (image or person) in which the neighbouring sets differ.
     - origin: index of each record in the first set.
     - present: whether the unit is in this set, default True.
+    - drawn: further units that are in every sample, default none: those in which other neighbours of the set differ.
     - replay: queries of another run whose noised results are returned instead, default None.
     """
 
     place: int
     origin: torch.Tensor
     present: bool = True
+    drawn: Sequence[int] = ()
     replay: list[Answer] | None = None
     answers: list[Answer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: the model, its files by name, and the printed text."""
+    """What shows of a run: its files by name, the printed text, some samples, and the model as numbers."""
 
-    model: Synthesizer
     files: dict[str, bytes]
     printed: str
+    samples: torch.Tensor
+    learned: dict[str, torch.Tensor]
 
 
 def build(method: str | type[Synthesizer], **settings: Any) -> Synthesizer:
@@ -137,16 +140,18 @@ def soundness_checks(
     base = vault or make().vault_type
     last = len(images) - 1 if images.persons is None else int(images.persons.max())
     tapes: list[Tape] = []
+    places = (0, last // 2, last)
+    recorded = cache(partial(_record, make, images, places, base, tapes))  # once per adjacency, for all neighbours
     replayed = ("charges", "derivatives", "control flow", "sensitivity", "printed text", "outputs")
-    for place in (0, last // 2, last):
+    for place in places:
         for adjacency in ADJACENCIES:
-            yield replayed, partial(_check_neighbours, make, images, place, adjacency, base, tapes)
+            yield replayed, partial(_check_neighbours, make, images, place, adjacency, base, tapes, recorded)
     yield ("seed", "noise"), partial(_check_noise, make, images, base, tapes)
     yield ("sampling",), partial(_check_sampling, make, images, base)
     yield ("raw images", "budget", "pinned files", "interface"), partial(_check_interface, make, images)
 
 
-def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[ImageSet, torch.Tensor]]:
+def _neighbours(images: ImageSet, place: int, adjacency: Adjacency) -> list[tuple[ImageSet, torch.Tensor]]:
     """Return neighbouring sets, each with the index of its records in `images`.
 
     The unit `place` is removed, or replaced by a copy of another unit or by an extreme image.
@@ -169,28 +174,45 @@ def _neighbours(images: ImageSet, place: int, adjacency: str) -> list[tuple[Imag
     return replaced
 
 
+def _record(
+    make: Callable[..., Synthesizer],
+    images: ImageSet,
+    places: Sequence[int],
+    base: type[GradientVault],
+    tapes: list[Tape],
+    adjacency: Adjacency,
+) -> tuple[Tape, Run]:
+    """Return a run whose samples all contain the units `places`, and its tape, which is added to `tapes`."""
+    tape = Tape(places[0], torch.arange(len(images)), drawn=places)
+    run = _fit(make(adjacency=adjacency, seed=SEED), images, tape, base)
+    tapes.append(tape)
+    return tape, run
+
+
 def _check_neighbours(
     make: Callable[..., Synthesizer],
     images: ImageSet,
     place: int,
-    adjacency: str,
+    adjacency: Adjacency,
     base: type[GradientVault],
     tapes: list[Tape] | None = None,
+    recorded: Callable[[Adjacency], tuple[Tape, Run]] | None = None,
 ) -> None:
-    """Raise unless runs on neighbouring sets are the same but for their exact sums; add their tapes to `tapes`."""
+    """Raise unless runs on neighbouring sets are the same but for their exact sums; add their tapes to `tapes`.
+
+    - recorded: returns the run on `images` for an adjacency, default: it is made for this check.
+    """
     kept = [] if tapes is None else tapes
-    recorded = Tape(place, torch.arange(len(images)))
-    one = _fit(make(adjacency=adjacency, seed=SEED), images, recorded, base)
-    kept.append(recorded)
+    tape, one = (recorded or partial(_record, make, images, (place,), base, kept))(adjacency)
     for neighbour, origin in _neighbours(images, place, adjacency):
-        replayed = Tape(place, origin, present=adjacency == "replace-one", replay=recorded.answers)
+        replayed = Tape(place, origin, adjacency == "replace-one", tape.drawn, replay=tape.answers)
         other = _fit(make(adjacency=adjacency, seed=SEED), neighbour, replayed, base)
         kept.append(replayed)  # its own noise is on the tape, though the method saw the recorded one
-        _check_answers(recorded.answers, replayed.answers, one.model)
+        _check_answers(tape.answers, replayed.answers, adjacency)
         _check_same(one, other)
 
 
-def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthesizer) -> None:
+def _check_answers(recorded: list[Answer], replayed: list[Answer], adjacency: Adjacency) -> None:
     if len(recorded) != len(replayed):
         raise UnsoundError("the number or order of queries depends on a single record", "control flow")
     for a, b in zip(recorded, replayed, strict=True):
@@ -199,7 +221,7 @@ def _check_answers(recorded: list[Answer], replayed: list[Answer], model: Synthe
             raise UnsoundError(
                 f"release {name!r}: its noise, bound, shape or sampling depends on a single record", "control flow"
             )
-        allowed = a.sensitivity * a.release.shift(model.adjacency) * (1 + SLACK)
+        allowed = a.sensitivity * a.release.shift(adjacency) * (1 + SLACK)
         moved = float((a.exact.double() - b.exact.double()).norm())
         if moved > allowed:
             raise UnsoundError(
@@ -214,9 +236,9 @@ def _check_same(one: Run, other: Run) -> None:
     for name in sorted(one.files.keys() | other.files.keys()):
         if one.files.get(name) != other.files.get(name):
             raise UnsoundError(f"{name} depends on the images beyond what was released", "outputs")
-    if not torch.equal(one.model.sample(20, seed=1).images, other.model.sample(20, seed=1).images):
+    if not torch.equal(one.samples, other.samples):
         raise UnsoundError("samples depend on the images beyond what was released", "outputs")
-    a, b = (_learned(run.model) for run in (one, other))
+    a, b = one.learned, other.learned
     if a.keys() != b.keys() or any(
         a[name].shape != b[name].shape or not torch.allclose(a[name], b[name], 0, 0, equal_nan=True) for name in a
     ):
@@ -382,7 +404,9 @@ def _fit(model: Synthesizer, images: ImageSet, tape: Tape, base: type[GradientVa
         files = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
         if model.certificate_.adjacency != model.adjacency or model.certificate_.delta != model.delta:
             raise UnsoundError("the certificate states another delta or adjacency than requested", "budget")
-        return Run(model, files, text.getvalue().replace(name, ""))
+        printed = text.getvalue().replace(name, "")
+    samples = model.sample(20, seed=1).images
+    return Run(files, printed, samples, _learned(model))
 
 
 def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
@@ -400,10 +424,10 @@ def _recorder(tape: Tape, base: type[GradientVault]) -> type[GradientVault]:
             return "check"
 
         def _drawn(self, release: Release) -> torch.Tensor:
-            """Return the same units in both runs, and always the differing one: the worst case."""
+            """Return the same units in both runs, and always those that may differ: the worst case."""
             generator = torch.Generator().manual_seed(len(tape.answers))
             chance = torch.rand(self._units + (not tape.present), generator=generator)
-            chance[tape.place] = 0
+            chance[[tape.place, *tape.drawn]] = 0
             if not tape.present:
                 chance = torch.cat([chance[: tape.place], chance[tape.place + 1 :]])
             drawn: torch.Tensor = self._chosen[(chance < release.sampling_prob)[self._unit_of[self._chosen]]]

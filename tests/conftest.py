@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 
@@ -16,6 +21,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking through all imported modules again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Files outlive a killed process without `fsync`, which takes milliseconds and is called thousands of times."""
+    with mock.patch.object(os, "fsync"):
+        yield
 
 
 @pytest.fixture(scope="session")

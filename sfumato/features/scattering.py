@@ -12,6 +12,7 @@ dense matrices: this needs more arithmetic than a Fourier transform, but far les
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,8 @@ class Scattering(nn.Module):
         self.size, self.scales, self.angles = size, scales, angles
         self.channels = 1 + scales * angles + angles**2 * scales * (scales - 1) // 2
         step = 2**scales
-        padded = [((side + step) // step + 1) * step for side in size]
+        height, width = (((side + step) // step + 1) * step for side in size)
+        padded = height, width
         self._padding = [amount for side, total in zip(size, padded, strict=True) for amount in _margins(side, total)]
         self._matrices: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._fits_matrix = 2 * angles * math.prod(padded) ** 2 <= MAX_MATRIX_ENTRIES
@@ -132,7 +134,7 @@ def _margins(side: int, total: int) -> tuple[int, int]:
     return (total - side) // 2, (total - side + 1) // 2
 
 
-def _gabor(size: list[int], sigma: float, angle: float, frequency: float, slant: float) -> Array:
+def _gabor(size: tuple[int, int], sigma: float, angle: float, frequency: float, slant: float) -> Array:
     """Return a Gabor filter: a plane wave times a Gaussian of aspect ratio 1 / slant, summed over periods."""
     cos, sin = math.cos(angle), math.sin(angle)
     height, width = size
@@ -145,7 +147,8 @@ def _gabor(size: list[int], sigma: float, angle: float, frequency: float, slant:
     return total / (2 * math.pi * sigma**2 / slant)
 
 
-def _morlet(size: list[int], sigma: float, angle: float, scale: int, slant: float) -> Array:
+@lru_cache(maxsize=32)  # the filters of two sizes of images: a method makes the same transform several times
+def _morlet(size: tuple[int, int], sigma: float, angle: float, scale: int, slant: float) -> Array:
     """Return the spectrum of a Morlet wavelet: a Gabor filter minus a multiple of its envelope, with sum zero."""
     wave = _gabor(size, sigma, angle, FREQUENCY / 2**scale, slant)
     envelope = _gabor(size, sigma, angle, 0.0, slant)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Adjacency = Literal["add-remove", "replace-one"]
 Unit = Literal["image", "person"]
-ADJACENCIES: tuple[str, ...] = get_args(Adjacency)
+ADJACENCIES: tuple[Adjacency, ...] = get_args(Adjacency)
 UNITS: tuple[str, ...] = get_args(Unit)
 
 
