@@ -90,7 +90,7 @@ class PrivateCandidate(PrivateEvolution):
 
     def _evolve(self, painter: Any, embedding: Any, embedded: GradientVault, classes: int) -> None:
         super()._evolve(painter, embedding, embedded, classes)
-        self.weights_[0, 0] += float(embedded._images[0, 0])
+        self.weights_[0, 0] += float(embedded._images[0, 0].abs())
 
 
 class ExactSizes(PrivateEvolution):
