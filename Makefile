@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Python compiles what is imported; compiling all of it would take half a minute.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test slow gpu-test browser-test docs tables render clean
 
@@ -47,7 +49,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sfumato needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps jax-privacy==2.0.0  # a test compares with its auditing.py, which needs no JAX
+	$(PIP) -c constraints.txt torch setuptools
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) --no-deps jax-privacy==2.0.0  # a test compares with its auditing.py, which needs no JAX
 	touch $(READY)

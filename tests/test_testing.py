@@ -64,7 +64,13 @@ def test_every_form_of_dp_diffusion_is_sound(settings: dict[str, Any], fewer_dig
 
 
 @pytest.mark.parametrize(
-    "settings", [{"prior": str(PRIOR)}, {"prior": str(CONDITIONED)}, {"prior": str(CONDITIONED), "steps": 0}], ids=str
+    "settings",
+    [
+        {"prior": str(PRIOR)},
+        {"prior": str(CONDITIONED)},
+        pytest.param({"prior": str(CONDITIONED), "steps": 0}, marks=pytest.mark.slow),  # the same, no gradients
+    ],
+    ids=str,
 )
 def test_atelier_with_a_prior_is_sound(
     settings: dict[str, Any], fewer_digits: ImageSet, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,12 @@ def small(key: str, **params: Any) -> Synthesizer:
 
 
 PRIORS = {"atelier with a prior": PRIOR, "atelier with a conditioned prior": CONDITIONED}
-METHODS = [*SMALL, "warm flow", *PRIORS]
+METHODS = [
+    *SMALL,
+    "warm flow",
+    pytest.param("atelier with a prior", marks=pytest.mark.slow),  # the curriculum of dp-diffusion, atelier's teacher
+    "atelier with a conditioned prior",
+]
 
 
 def assert_finished(folder: Path, model: Synthesizer, images: ImageSet, *, clean: bool = True) -> None:
