@@ -5,6 +5,7 @@
     python -m benchmarks all [options]         run what is missing of all tables
     python -m benchmarks render [--check]      write tables and plots into README.md and docs/
     python -m benchmarks merge FOLDER          add the rows of result files that were made on another machine
+    python -m benchmarks make-data SOURCES     make the data files of the tables from published sets
     python -m benchmarks train-encoder NAME    train an encoder of the package on public images
     python -m benchmarks vgg-weights FILE      convert VGG weights of other packages to an encoder file
     python -m benchmarks train-prior NAME      train a prior of the package on public or procedural images
@@ -66,6 +67,10 @@ def main() -> int:
         from benchmarks import train_prior
 
         return train_prior.main(sys.argv[2:])
+    if sys.argv[1:2] == ["make-data"]:
+        from benchmarks import make_data
+
+        return make_data.main(sys.argv[2:])
     if sys.argv[1:2] == ["vgg-weights"]:
         from benchmarks import vgg_weights
 

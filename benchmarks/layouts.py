@@ -46,8 +46,11 @@ def grid(corner: str, rows: Mapping[str, Query], columns: Mapping[str, Query], *
 
 
 def simple(note: str, rows: Mapping[str, Query], columns: Mapping[str, Query], corner: str = "", **common: Any) -> str:
-    """Return a grid of one result file with the lines below it."""
-    return f"{grid(corner, rows, columns, **common)}\n\n{source(note, common['table'])}"
+    """Return a grid of one result file with the lines below it; a sentence while nothing is measured."""
+    text, name = grid(corner, rows, columns, **common), common["table"]
+    if text.count("\n") < 2:
+        return f"Not measured yet: `python -m benchmarks {name}`."
+    return f"{text}\n\n{source(note, name)}"
 
 
 def by_epsilon(epsilons: Iterable[float | str] = EPSILONS, **common: Any) -> dict[str, Query]:
@@ -175,7 +178,7 @@ def persons() -> str:
 def priors() -> str:
     """Return the table of methods with a prior, beside atelier without one."""
     titles = {**by_measure(CONVOLUTIONAL), "teacher": {"measure": "teacher"}, "Fréchet distance": {"measure": DISTANCE}}
-    titles |= {"precision / recall": {"measure": (PRECISION, RECALL)}}
+    titles |= {"precision / recall": {"measure": (PRECISION, RECALL)}, "FID": {"measure": "fid"}}
     found: dict[str, Query] = {}
     for name, title in EVERY.items():
         for epsilon in EPSILONS[1:]:
@@ -191,6 +194,72 @@ def priors() -> str:
                     found[label] = {"table": "priors", "job": row["job"], "method": row["method"], **at}
     text = grid("", found, titles)
     return f"{text}\n\n{source('Accuracy in % on the real test split, hard labels.', 'priors', 'atelier')}"
+
+
+def private_evolution() -> str:
+    """Return votes alone, after an adaptation, and with other settings."""
+    titles = {"small CNN": {"measure": "small_cnn"}, "ResNet-18": {"measure": "resnet18"}}
+    titles |= {"Fréchet distance": {"measure": DISTANCE}, "FID": {"measure": "fid"}}
+    rows = {
+        f"{title}, ε = {epsilon:g}: {job}": {"data": name, "epsilon": epsilon, "job": job}
+        for name, title in {"cifar10": DATA["cifar10"], "celeba": FACES["celeba"]}.items()
+        for epsilon in EPSILONS[1:]
+        for job in ("votes", "tune, then vote", "candidates = 500", "rounds = 4")
+    }
+    return simple("Accuracy in %. Prior: `tiny-imagenet`.", rows, titles, table="private-evolution")
+
+
+def dp_mepf_encoders() -> str:
+    """Return DP-MEPF with its paper's kind of encoder."""
+    titles: dict[str, Query] = {"small CNN": {"measure": "small_cnn"}}
+    titles |= {"ResNet-9 as the authors train it": {"measure": "resnet9, annealed"}}
+    titles |= {"Fréchet distance": {"measure": DISTANCE}, "FID": {"measure": "fid"}}
+    rows = {
+        f"{title}, {job}, ε = {epsilon:g}": {"data": name, "job": job, "epsilon": epsilon}
+        for name, title in {"cifar10": DATA["cifar10"], "celeba": FACES["celeba"]}.items()
+        for job in ("vgg19 encoder", "vgg16 encoder")
+        for epsilon in EPSILONS
+    }
+    return simple("Accuracy in %.", rows, titles, table="dp-mepf")
+
+
+def dpdc_kept() -> str:
+    """Return `ndpdc` with releases that are used once and ten times, and how the number was chosen."""
+    rows: dict[str, Query] = {
+        f"ε = {epsilon:g}: {title}": {"job": job, "epsilon": epsilon}
+        for epsilon in EPSILONS
+        for job, title in (("default", "used once"), ("kept releases", "used ten times"))
+    }
+    rows |= {f"ε = 1, held-out training images: {n}": {"job": f"held out, passes = {n}"} for n in (1, 3, 10, 40)}
+    if not any(row["job"] == "kept releases" for row in table("dpdc")["rows"]):
+        return "Not measured yet: `python -m benchmarks dpdc --job 'kept releases'`."
+    note = "Accuracy in % of a ConvNet on 50 images per class."
+    return simple(note, rows, by_data(), table="dpdc", method="ndpdc", measure="convnet")
+
+
+def photographs() -> str:
+    """Return what a default for colour images without a GPU is chosen from."""
+    titles: dict[str, str] = {
+        "dp-merf": "`dp-merf`",
+        "atelier": "`atelier`",
+        "random-process": "`atelier`, prior `random-process`",
+        "tiny-imagenet": "`atelier`, prior `tiny-imagenet`",
+    }
+    body = []
+    for row in table("without-gpu")["rows"]:
+        if row["job"].startswith("photographs"):
+            m, minutes = row["measured"], (row["fit_s"] / 60, row["sample_s"] / 60)
+            figures = [f"{m[name]:.1f}" for name in ("small_cnn", "convnet", DISTANCE)]
+            title = titles[row["params"].get("prior", row["method"])]
+            body.append([title, *figures, *(f"{each:.1f}" for each in minutes)])
+    if not body:
+        return "Not measured yet: `python -m benchmarks without-gpu --job photographs`."
+    header = ["", "small CNN", "ConvNet", "Fréchet distance", "minutes of the fit", "minutes for 3,000 images"]
+    note = (
+        "CIFAR-10, ε = 1: 10,000 private images, 3,000 synthetic ones, 3,000 test images, one seed, presets for a CPU, "
+        "two cores that other programs used, too."
+    )
+    return f"{markdown(header, body)}\n\n{source(note, 'without-gpu', seeds=False)}"
 
 
 def without_gpu() -> str:
@@ -355,18 +424,31 @@ def results(data: str) -> str:
     return markdown(["", *by_epsilon(), "three classifiers", "Fréchet distance", "published", "valid"], body)
 
 
+FIELD = {"fid", "dpimagebench"}  # measures of other papers
+
+
+def field_rows() -> list[dict[str, Any]]:
+    """Return the rows of all tables that have a measure of other papers, but for real images and trials."""
+    tables = ("field", "priors", "private-evolution", "dp-mepf")
+    rows = (row for name in tables for row in table(name)["rows"])
+    return [row for row in rows if row["method"] and "sample" not in row and FIELD & row["measured"].keys()]
+
+
 def field_fid() -> str:
     """Return FID of our methods and of published systems, and our accuracy by DPImageBench's classifiers."""
-    names, columns = {**DATA, "celeba": EVERY["celeba"]}, by_epsilon((1.0, 10.0))
-    rows, body = table("field")["rows"], []
-    jobs = sorted({(row["method"], row["job"]) for row in rows if row["method"]})
-    for method, job in jobs:
+    names, columns = {**DATA, "celeba": EVERY["celeba"]}, (1.0, 10.0)
+    rows, body = field_rows(), []
+    for method, job in sorted({(row["method"], row["job"]) for row in rows}):
         line, deep = [], []
         for data in names:
-            query = {"table": "field", "method": method, "job": job, "data": data}
-            line.append(joined(cell({**query, **column, "measure": "fid"}) for column in columns.values()))
-            both = ("dpimagebench", "dpimagebench_best")
-            deep.append(joined(cell({**query, **column, "measure": both}) for column in columns.values()))
+            query = {"method": method, "job": job, "data": data}
+
+            def at(epsilon: float, measure: str, query: Query = query) -> str:
+                return summary(values(rows, measure, epsilon=epsilon, **query))
+
+            line.append(joined(at(epsilon, "fid") for epsilon in columns))
+            both = [(at(epsilon, "dpimagebench_best"), at(epsilon, "dpimagebench")) for epsilon in columns]
+            deep.append(joined(f"{best}, mean {mean}" if best else "" for best, mean in both))
         body.append([f"`{method}`" if job == "default" else f"`{method}`, {job}", *line, "; ".join(deep[:3])])
     for system in systems():
         figures = [system.get("fid", {}).get(data, {}) for data in names]
@@ -377,7 +459,8 @@ def field_fid() -> str:
     header = ["", *(f"FID, {title}" for title in names.values()), "deep classifiers: MNIST; Fashion-MNIST; CIFAR-10"]
     note = (
         "ε = 1 / 10. FID: 2015 Inception, all synthetic against all training images; published ones under their own "
-        "protocols. Deep classifiers: mean and best of DPImageBench's three networks. `python -m benchmarks field`."
+        "protocols. Deep classifiers: best and mean of DPImageBench's three networks. `python -m benchmarks NAME` with "
+        "`field`, `priors`, `private-evolution` or `dp-mepf`."
     )
     return f"{markdown(header, body)}\n\n{note}"
 
@@ -507,8 +590,12 @@ LAYOUTS: dict[str, Callable[[], str]] = {
         ANCHORS,
         table="evaluation",
     ),
+    "dpdc-kept": dpdc_kept,
+    "dp-mepf-encoders": dp_mepf_encoders,
     "persons": persons,
+    "photographs": photographs,
     "priors": priors,
+    "private-evolution": private_evolution,
     "pge": pge,
     "pge-samplers": partial(
         simple,

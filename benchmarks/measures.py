@@ -15,10 +15,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import statistics
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sfumato.data import ImageSet
@@ -29,7 +34,6 @@ from sfumato.methods.base import Synthesizer
 from sfumato.methods.parameters import chosen_device
 
 DISTANCES = ("fd_effnet_lite0", "precision_effnet_lite0", "recall_effnet_lite0")
-_REAL_FEATURES: dict[tuple[int, int], torch.Tensor] = {}  # of the last data set, by size and sum of pixels
 MIRRORED = ("fashion-mnist", "cifar10", "celeba")  # data sets whose classes do not change in a mirror
 
 
@@ -80,12 +84,19 @@ def _fidelity(_: str, fitted: Fitted) -> dict[str, Any]:
 
 def _fid(name: str, fitted: Fitted) -> dict[str, Any]:
     real = fitted.test if fitted.model is None else fitted.train
-    key = (len(real), int(real.images.sum(dtype=torch.int64)))
-    if key not in _REAL_FEATURES:
-        _REAL_FEATURES.clear()
-        _REAL_FEATURES[key] = _inception_features(real, fitted.torch_device)
     found = _inception_features(fitted.synthetic, fitted.torch_device)
-    return {name: round(frechet_distance(_REAL_FEATURES[key], found), 3)}
+    return {name: round(frechet_distance(_real_features(real, fitted.torch_device), found), 3)}
+
+
+def _real_features(real: ImageSet, device: torch.device) -> torch.Tensor:
+    """Return Inception features of public images; jobs and workers share them through a file."""
+    digest = hashlib.sha256(real.images.numpy()).hexdigest()[:16]
+    kept = Path(tempfile.gettempdir()) / f"sfumato-inception-{device.type}-{digest}.npy"
+    if not kept.exists():
+        partial = kept.with_suffix(f".{os.getpid()}.npy")
+        np.save(partial, _inception_features(real, device).cpu().numpy())
+        partial.replace(kept)
+    return torch.from_numpy(np.load(kept)).to(device)
 
 
 def _inception_features(images: ImageSet, device: torch.device) -> torch.Tensor:

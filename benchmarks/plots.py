@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.audit_layouts import EPSILONS as AUDITED_AT
 from benchmarks.audit_layouts import METHODS as AUDITED
 from benchmarks.audit_layouts import PUBLISHED, bound_of, measured
-from benchmarks.layouts import DATA, EPSILONS, METHODS, main_query, systems, table
+from benchmarks.layouts import DATA, EPSILONS, METHODS, field_rows, main_query, systems, table
 from benchmarks.store import values
 
 KEY = "sfumato-figures"
@@ -149,8 +149,8 @@ def qualities() -> dict[str, list[tuple[str, float, float, float, bool]]]:
             for epsilon, fid in system.get("fid", {}).get(data, {}).items():
                 if (accuracy := system["accuracy"].get(data, {}).get(epsilon)) is not None:
                     found[data].append((system["system"], float(epsilon), fid, accuracy, False))
-    rows = table("field")["rows"]
-    for job, method in sorted({(row["job"], row["method"]) for row in rows if row["method"]}):
+    rows = field_rows()
+    for job, method in sorted({(row["job"], row["method"]) for row in rows}):
         name = method if job == "default" else f"{method}, {job}"
         for data in DATA:
             for epsilon in EPSILONS:

@@ -4,7 +4,7 @@ from benchmarks.runner import Job, jobs
 
 SETS = ["cifar10", "celeba64", "brain_mri64"]
 SIZES = {"public_size": True, "secure": False}  # exact noise takes minutes for each of the gradients
-MEASURES = {"measures": ("small_cnn", "convnet", "resnet18", "teacher"), "first": ("fidelity",)}
+MEASURES = {"measures": ("small_cnn", "convnet", "resnet18", "teacher"), "first": ("fidelity", "fid")}
 PHOTOGRAPHS = {"prior": "tiny-imagenet"}
 NOBODY = {"prior": "random-process"}
 
@@ -19,4 +19,6 @@ JOBS = [
     *with_prior("random-process", "atelier", NOBODY),
     *with_prior("tiny-imagenet", "dp-diffusion", PHOTOGRAPHS, SETS[:1]),
     *with_prior("random-process", "dp-diffusion", NOBODY),
+    *with_prior("random-process", "atelier", NOBODY, ["mnist", "fashion-mnist"]),
+    *with_prior("tiny-imagenet", "atelier", PHOTOGRAPHS, ["celeba"]),
 ]

