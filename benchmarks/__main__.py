@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--check", action="store_true", help="render: write nothing; status 1 if a file is out of date")
     made.add_argument("--repeats", type=int, default=3, help="speed: alternating runs")
     made.add_argument("--images", type=int, help="speed-gpu-features: images of the pass")
-    made.add_argument("--authors", type=Path, help="speed: a clone of the authors' program")
+    made.add_argument("--authors", type=Path, help="speed: a clone of the authors' program; peers: a folder of clones")
     made.add_argument("--before", type=Path, help="speed-versions: a checkout of the version to compare with")
     return made
 

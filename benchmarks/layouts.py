@@ -223,6 +223,24 @@ def dp_mepf_encoders() -> str:
     return simple("Accuracy in %.", rows, titles, table="dp-mepf")
 
 
+def peers() -> str:
+    """Return other authors' programs beside our forms: the same images, classifiers and distances."""
+    if not table("peers")["rows"]:
+        return "Not measured yet: `python -m benchmarks peers`."
+    measures = {"small_cnn": "small CNN", "three": "three classifiers", DISTANCE: "Fréchet distance", "fid": "FID"}
+    columns = {
+        f"{title}, ε = {epsilon:g}, {name}": {"data": data, "epsilon": epsilon, "measure": measure}
+        for data, title in list(DATA.items())[:2]
+        for epsilon in EPSILONS[:2]
+        for measure, name in measures.items()
+    }
+    rows: dict[str, Query] = {
+        job: {"table": "peers", "job": job} for job in dict.fromkeys(row["job"] for row in table("peers")["rows"])
+    }
+    rows |= {f"ours: `{method}`": {**main_query(method)} for method in ("dp-merf", "atelier")}
+    return f"{grid('', rows, columns)}\n\n{source('Accuracy in %.', 'peers', 'dp-merf', 'atelier')}"
+
+
 def dpdc_kept() -> str:
     """Return `ndpdc` with releases that are used once and ten times, and how the number was chosen."""
     rows: dict[str, Query] = {
@@ -592,6 +610,7 @@ LAYOUTS: dict[str, Callable[[], str]] = {
     ),
     "dpdc-kept": dpdc_kept,
     "dp-mepf-encoders": dp_mepf_encoders,
+    "peers": peers,
     "persons": persons,
     "photographs": photographs,
     "priors": priors,

@@ -83,7 +83,7 @@ def _fidelity(_: str, fitted: Fitted) -> dict[str, Any]:
 
 
 def _fid(name: str, fitted: Fitted) -> dict[str, Any]:
-    real = fitted.test if fitted.model is None else fitted.train
+    real = fitted.test if fitted.synthetic is fitted.train else fitted.train
     found = _inception_features(fitted.synthetic, fitted.torch_device)
     return {name: round(frechet_distance(_real_features(real, fitted.torch_device), found), 3)}
 

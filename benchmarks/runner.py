@@ -67,6 +67,7 @@ class Job:
     - images: number of generated images; default: as many as there are training images, at most 60,000.
     - device, threads: in place of those of the command.
     - prepare: changes training and test images.
+    - draw: takes the place of fit and sampling: returns images from the program of others.
     - run: takes the place of the generic job; returns what was measured by row name, for the names in `produces`.
     """
 
@@ -84,6 +85,7 @@ class Job:
     device: str | None = None
     threads: int | None = None
     prepare: Callable[[ImageSet, ImageSet], Sets] | None = None
+    draw: Callable[[Job, int, argparse.Namespace, ImageSet, ImageSet], ImageSet] | None = None
     run: Callable[[Job, int, argparse.Namespace], dict[str, dict[str, Any]]] | None = None
     produces: tuple[str, ...] = ()
 
@@ -163,7 +165,11 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
         measured = job.run(job, seed, options)
         return [{"job": name, **about, "seed": seed, "measured": values} for name, values in measured.items()]
     images, test = load_sets(job, options.folder)
-    model, facts = None, {}
+    model, facts, synthetic = None, {}, images
+    if job.draw is not None:
+        started = time.perf_counter()
+        synthetic = job.draw(job, seed, options, images, test)
+        facts["fit_s"] = round(time.perf_counter() - started, 1)
     if job.method is not None:
         budget = {} if job.epsilon is None else {"epsilon": job.epsilon}
         device = job.device or options.device
@@ -183,7 +189,7 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
             facts["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     rows = []
     for name, names in wanted.items():
-        fitted = Fitted(model, images, test, images, seed, job.data, options.device)
+        fitted = Fitted(model, images, test, synthetic, seed, job.data, options.device)
         sample, drawn = job.samples.get(name, Sample()) if name else Sample(), {}
         if model is not None:
             count = min(sample.images or job.images or min(MAX_IMAGES, len(images)), _limit(model, images))
@@ -196,9 +202,10 @@ def execute(job: Job, seed: int, wanted: Wanted, options: argparse.Namespace) ->
             fitted.sample_s, drawn = seconds, {"images": count, "sample_s": round(seconds, 1)}
             if model.torch_device.type == "cpu":
                 drawn["sample_processor_s"] = round(time.process_time() - started, 1)
-            if options.pictures and seed == 0:
-                title = "_".join([job.name, job.method, job.data, f"{job.epsilon}", *([name] if name else [])])
-                contact_sheet(fitted.synthetic, options.pictures / f"{title.replace(' ', '-')}.png")
+        if options.pictures and seed == 0 and fitted.synthetic is not images:
+            parts = [job.name, job.method or "", job.data, f"{job.epsilon}", name or ""]
+            title = "_".join(filter(None, parts)).replace(" ", "-").replace(",", "")
+            contact_sheet(fitted.synthetic, options.pictures / f"{title}.png")
         measured = {key: value for one in names for key, value in measure(one, fitted).items()}
         if model is not None:
             for key, value in changed.items():
