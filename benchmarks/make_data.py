@@ -8,6 +8,7 @@ Of what SOURCES (a folder) holds:
   classes are added.
 - mednist32.npz: MedNIST, six kinds of scan, the same arrays.
 - celeba10k.parquet: faces by gender. The first 8,000 are training images, the rest test images: 32, 64, 256 pixels.
+- tiny_imagenet32_train.parquet, tiny_imagenet32_val.parquet: Tiny-ImageNet at 32 pixels, for training and tuning.
 - brain_mri_training.parquet, brain_mri_testing.parquet: scans by diagnosis, grey: 64 and 256 pixels.
 """
 
@@ -60,8 +61,15 @@ def scans(size: int) -> Callable[[Path], Sets]:
     return read
 
 
+def tiny_imagenet(sources: Path) -> Sets:
+    paths = (sources / f"tiny_imagenet32_{part}.parquet" for part in ("train", "val"))
+    train, test = (sf.load_images(path, mode="rgb", classes=200) for path in paths)
+    return train, test
+
+
 MAKERS: dict[str, tuple[str, Callable[[Path], Sets]]] = {
     **{name: (f"{name}.npz", arrays(name)) for name in ("mnist", "fashion-mnist", "cifar10")},
+    "tiny_imagenet32_train": ("tiny_imagenet32_train.parquet", tiny_imagenet),
     "mednist": ("mednist32.npz", mednist),
     "celeba": ("celeba10k.parquet", faces(32)),
     "celeba64": ("celeba10k.parquet", faces(64)),

@@ -1,11 +1,13 @@
 """Train a prior of the package, and write it with its card and a picture of samples.
 
-    python -m benchmarks train-prior random-process --out build/random-process
+    python -m benchmarks train-encoder small_random_process --folder DATA --out WEIGHTS/small_random_process.safetensors
+    SFUMATO_WEIGHTS=WEIGHTS python -m benchmarks train-prior random-process --out build/random-process
     python -m benchmarks train-prior tiny-imagenet --folder DATA --out build/tiny-imagenet
     python -m benchmarks train-prior tiny-imagenet --start tiny-imagenet --steps 4400 --folder DATA --out build/more
 
-The last one continues the training of the prior that is in the package. DATA is a folder with
-tiny_imagenet32_train.parquet: training images of Tiny-ImageNet at 32 pixels. The package holds the file
+The first makes the encoder of `random-process`, by contrast, of procedural images. The last one continues the training
+of the prior that is in the package. DATA is a folder with
+tiny_imagenet32_train.npz: Tiny-ImageNet at 32 pixels (`make-data`). The package holds the file
 prior.safetensors of that folder as sfumato/priors/data/NAME.safetensors. The figures go to
 `benchmarks/results/priors-training.json`.
 """
@@ -44,7 +46,8 @@ RECIPES = {
     "random-process": Recipe(
         "procedural images of random processes: no data of anybody",
         "Apache-2.0",
-        PriorTraining(steps=1593, widths=(96, 192, 192, 192), **SETTINGS),
+        PriorTraining(steps=3000, widths=(96, 192, 192, 192), **SETTINGS),
+        "small_random_process",
     ),
     "tiny-imagenet": Recipe(
         "Tiny-ImageNet training images (100,000 photographs, 200 classes) at 32 pixels",
@@ -72,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     def images() -> ImageSet:
         if options.name == "random-process":
             return random_process(PROCEDURAL_IMAGES, SIZE, device=device)
-        return sf.load_images(options.folder / "tiny_imagenet32_train.parquet", mode="rgb", classes=200)
+        return sf.load_images(options.folder / "tiny_imagenet32_train.npz", mode="rgb")
 
     def train() -> None:
         prior = train_prior(

@@ -1,8 +1,9 @@
 """Training of the small public encoders that are part of the package.
 
-The encoder is a classifier: SGD with Nesterov momentum, one-cycle learning rate, label smoothing, an average of the
-weights; augmentation by shifts, mirroring and cutout. The number of epochs is fixed. The test images are used once,
-after the training, with the weights in the precision in which `save_perceptual` writes them.
+With labels the encoder is a classifier: label smoothing; augmentation by shifts, mirroring and cutout. Without labels
+it learns by contrast (`contrastive.py`). SGD with Nesterov momentum, one-cycle learning rate, an average of the
+weights. The number of epochs is fixed. The test images are used once, after the training, with the weights in the
+precision in which `save_perceptual` writes them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.data import DataError, ImageSet
+from sfumato.features.contrastive import EMBEDDING, ViewBatches, alignment_and_uniformity
 from sfumato.features.perceptual import PerceptualCard
 from sfumato.features.resnet import ResNet, resnet18_cifar, small_resnet
 from sfumato.features.weights import half_precision
@@ -50,7 +52,7 @@ def train_encoder(
 ) -> tuple[PerceptualCard, dict[str, torch.Tensor]]:
     """Train an encoder on public images; return its card and state dict, for `save_perceptual`.
 
-    - images: labelled colour images.
+    - images: colour images; with labels, the encoder is a classifier, without labels it learns by contrast.
     - test: labelled test images of the same classes; default none. The card then states the test accuracy.
     - name, trained_on, licence: for the card; licence default "Apache-2.0".
     - network: "small" (default) or "resnet18_cifar".
@@ -68,20 +70,38 @@ def train_encoder(
     if network not in TRAINABLE_NETWORKS:
         raise DataError(f"unknown network {network!r}; available: {', '.join(TRAINABLE_NETWORKS)}")
     for some in (images, test):
-        if some is not None and (some.labels is None or some.images.shape[1] != 3):
-            raise DataError("an encoder needs labelled colour images; load them with labels and mode='rgb'")
+        if some is not None and some.images.shape[1] != 3:
+            raise DataError("an encoder needs colour images; load them with mode='rgb'")
+    if test is not None and (images.labels is None or test.labels is None):
+        raise DataError("test images measure a classifier; load both sets with labels, or pass no test images")
+    by_contrast = images.labels is None
     mean, std = channel_statistics(images.images)
     gain, bias = (value.view(1, 3, 1, 1).to(device) for value in (1 / (255 * std), -mean / std))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = TRAINABLE_NETWORKS[network](len(images.classes))
+        model: nn.Module = TRAINABLE_NETWORKS[network](EMBEDDING if by_contrast else len(images.classes))
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    batches = _TrainingBatches(images, min(batch_size, len(images)), max_shift, cutout, seed, device)
+    size = min(batch_size, len(images))
+    batches: _TrainingBatches | ViewBatches
+    if by_contrast:
+        batches = ViewBatches(images.images.to(device), size, torch.Generator(device).manual_seed(seed))
+    else:
+        batches = _TrainingBatches(images, size, max_shift, cutout, seed, device)
+
+    def loss(forward: Callable[..., Any], *batch: torch.Tensor) -> torch.Tensor:
+        if by_contrast:
+            rows = forward(torch.cat(batch) * (255 * gain) + bias)
+            return alignment_and_uniformity(*rows.chunk(2))
+        pixels, hidden, labels = batch
+        logits = forward((pixels * gain + bias).masked_fill(hidden, 0))
+        return functional.cross_entropy(logits, labels, label_smoothing=LABEL_SMOOTHING)
+
     rate = learning_rate * batches.batch_size / REFERENCE_BATCH
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-        model = _fit(model, batches, gain, bias, epochs, rate, compile_network, progress).eval()
+        model = _fit(model, batches, loss, epochs, rate, compile_network, progress).eval()
         model.load_state_dict(half_precision(model.state_dict()), strict=False)  # there are no step counters
-        facts: dict[str, Any] = {"images": len(images), "classes": len(images.classes), "epochs": epochs}
+        facts: dict[str, Any] = {"images": len(images), "epochs": epochs}
+        facts |= {"loss": "contrast of views"} if by_contrast else {"classes": len(images.classes)}
         if test is not None:
             facts = {"test_accuracy": round(accuracy(model, test, gain, bias), 2), "test_images": len(test), **facts}
     card = PerceptualCard(
@@ -185,16 +205,15 @@ class _TrainingBatches:
 
 def _fit(
     network: nn.Module,
-    batches: _TrainingBatches,
-    gain: torch.Tensor,
-    bias: torch.Tensor,
+    batches: _TrainingBatches | ViewBatches,
+    loss: Callable[..., torch.Tensor],
     epochs: int,
     rate: float,
     compile_network: bool,
     progress: bool,
 ) -> nn.Module:
     """Train the network; return an average of its weights over about one epoch."""
-    device, total = gain.device, epochs * batches.steps
+    device, total = next(network.parameters()).device, epochs * batches.steps
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.num_batches_tracked = None  # not used, and its update is a kernel launch for each layer
@@ -219,12 +238,11 @@ def _fit(
     )
     with bar("training encoder") if progress else nullcontext(lambda *_: None) as advance:
         for _ in range(epochs):
-            for pixels, hidden, labels in batches:
-                x = (pixels * gain + bias).masked_fill(hidden, 0)
+            for batch in batches:
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    loss = functional.cross_entropy(forward(x), labels, label_smoothing=LABEL_SMOOTHING)
+                    value = loss(forward, *batch)
                 optimizer.zero_grad()
-                loss.backward()
+                value.backward()
                 optimizer.step()
                 schedule.step()
                 update_average(average, network, 1 / min(batches.steps, schedule.last_epoch))

@@ -81,9 +81,9 @@ def test_training_learns_and_is_reproducible(colour_digits: ImageSet) -> None:
 
 
 def test_invalid_arguments_raise_errors(digits: ImageSet, colour_digits: ImageSet) -> None:
-    with pytest.raises(DataError, match="labelled colour images"):
+    with pytest.raises(DataError, match="colour images"):
         train_encoder(digits, name="mine", trained_on="digits")
-    with pytest.raises(DataError, match="labelled colour images"):
-        train_encoder(ImageSet(colour_digits.images), name="mine", trained_on="digits")
+    with pytest.raises(DataError, match="test images measure a classifier"):
+        train_encoder(ImageSet(colour_digits.images), colour_digits, name="mine", trained_on="digits")
     with pytest.raises(DataError, match="unknown network 'vgg11'"):
         train_encoder(colour_digits, name="mine", trained_on="digits", network="vgg11")
