@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 from benchmarks import audit_layouts
@@ -180,18 +181,16 @@ def priors() -> str:
     titles = {**by_measure(CONVOLUTIONAL), "teacher": {"measure": "teacher"}, "Fréchet distance": {"measure": DISTANCE}}
     titles |= {"precision / recall": {"measure": (PRECISION, RECALL)}, "FID": {"measure": "fid"}}
     found: dict[str, Query] = {}
-    for name, title in EVERY.items():
-        for epsilon in EPSILONS[1:]:
-            at = {"data": name, "epsilon": epsilon}
-            where = f"{title}, ε = {epsilon:g}"
-            own = [row for row in table("priors")["rows"] if row["data"] == name and row["epsilon"] == epsilon]
-            if not own:
-                continue
+    budgets = {**by_epsilon((*EPSILONS[1:], "inf")), "real images": {"epsilon": None}}
+    for (name, title), (budget, query) in product(EVERY.items(), budgets.items()):
+        at, where = {"data": name, **query}, f"{title}, {budget}"
+        own = [row for row in table("priors")["rows"] if row["data"] == name and row["epsilon"] == query["epsilon"]]
+        if own and query["epsilon"] in EPSILONS:
             found[f"{where}: `atelier`, no prior"] = {"table": "atelier", "job": "default", "method": "atelier", **at}
-            for row in own:
-                if "sample" not in row:
-                    label = f"{where}: `{row['method']}`, {row['job']}"
-                    found[label] = {"table": "priors", "job": row["job"], "method": row["method"], **at}
+        for row in own:
+            if "sample" not in row:
+                label = f"{where}: `{row['method']}`, {row['job']}" if row["method"] else where
+                found[label] = {"table": "priors", "job": row["job"], "method": row["method"], **at}
     text = grid("", found, titles)
     return f"{text}\n\n{source('Accuracy in % on the real test split, hard labels.', 'priors', 'atelier')}"
 

@@ -1,5 +1,8 @@
 """Methods that start from a prior, beside the same method without one: accuracy, the teacher, distances."""
 
+from math import inf
+from typing import Any
+
 from benchmarks.runner import Job, jobs
 
 SETS = ["cifar10", "celeba64", "brain_mri64"]
@@ -9,9 +12,16 @@ PHOTOGRAPHS = {"prior": "tiny-imagenet"}
 NOBODY = {"prior": "random-process"}
 
 
-def with_prior(name: str, method: str, given: dict[str, str], data: list[str] = SETS) -> list[Job]:
+def with_prior(
+    name: str,
+    method: str,
+    given: dict[str, str],
+    data: list[str] = SETS,
+    epsilons: tuple[float, ...] = (1.0, 10.0),
+    **more: Any,
+) -> list[Job]:
     measures = MEASURES if method == "atelier" else {**MEASURES, "measures": MEASURES["measures"][:3]}
-    return jobs(name, method, data, [1.0, 10.0], params={**SIZES, **given}, **measures)
+    return jobs(name, method, data, epsilons, params={**SIZES, **given}, **{**measures, **more})
 
 
 JOBS = [
@@ -21,4 +31,6 @@ JOBS = [
     *with_prior("random-process", "dp-diffusion", NOBODY),
     *with_prior("random-process", "atelier", NOBODY, ["mnist", "fashion-mnist"]),
     *with_prior("tiny-imagenet", "atelier", PHOTOGRAPHS, ["celeba"]),
+    *with_prior("tiny-imagenet", "atelier", PHOTOGRAPHS, SETS, (inf,), seeds=1),  # what limits besides noise
+    *jobs("real images", None, SETS, [None], measures=MEASURES["measures"][:3], first=("fidelity",), seeds=1),
 ]
