@@ -230,7 +230,7 @@ def peers() -> str:
     columns = {
         f"{title}, ε = {epsilon:g}, {name}": {"data": data, "epsilon": epsilon, "measure": measure}
         for data, title in list(DATA.items())[:2]
-        for epsilon in EPSILONS[:2]
+        for epsilon in EPSILONS
         for measure, name in measures.items()
     }
     rows: dict[str, Query] = {
