@@ -347,7 +347,7 @@ def draw_images(
     highest: float = SAMPLER_HIGHEST,
     limit: float = 1.0,
 ) -> torch.Tensor:
-    """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU in bfloat16, compiled, in batches of one size.
+    """Draw images [N, C, H, W] in [-1, 1] for labels [N]; on a GPU compiled, in batches of one size.
 
     A network of an autoencoder's maps draws maps.
 
@@ -361,8 +361,7 @@ def draw_images(
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, highest)
     on_gpu, parts = device.type == "cuda", []
-    if on_gpu:
-        network = copy.deepcopy(network).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = copy.deepcopy(network).to(_precision(device), memory_format=torch.channels_last)  # type: ignore[call-overload]
     size = GPU_BATCH if on_gpu else CPU_BATCH
     for begin in range(0, len(labels), size):
         part, given = labels[begin : begin + size], None
@@ -375,6 +374,12 @@ def draw_images(
             noisy[: len(part)] += start[begin : begin + size]
         parts.append(_draw_batch(network, noisy, padded, given, schedule, guidance)[: len(part)])
     return torch.cat(parts).clamp(-limit, limit)
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    """Return bfloat16 for devices that compute in it: GPUs, and CPUs with AVX-512 BF16, where it halves the time."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # private, but there is no other
+    return torch.bfloat16 if device.type == "cuda" or supported() else torch.float32
 
 
 def _draw_batch(
