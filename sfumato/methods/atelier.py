@@ -41,7 +41,7 @@ from sfumato.methods.teacher import (
     EmbeddingTeacher,
     Teacher,
     TeacherSettings,
-    components_for,
+    gradient_noise,
     prepare_teacher,
     train_teacher,
 )
@@ -61,6 +61,11 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
+ONLY_WITH_PRIOR = ("adaptation", "sampling_prob")
+ONLY_WITHOUT_PRIOR = (
+    *("autoencoder", "variety", "paths", "batch_size", "painter", "generator"),
+    *("teacher.cnn_images", "teacher.components"),
+)
 Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -159,6 +164,18 @@ class Atelier(Synthesizer):
         assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
         return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found = self._painter(public).in_use()
+        found |= dict.fromkeys(ONLY_WITHOUT_PRIOR if self.prior else ONLY_WITH_PRIOR)
+        if not _has_classes(public):
+            return found | dict.fromkeys(("teacher", "teacher_share", "disagreement", "soft_labels", "variety"))
+        plan, images = self.plan(public), sum(public.sizes or ()) or ASSUMED_IMAGES
+        noise, steps = gradient_noise(plan, images), plan["teacher"].times
+        why = f"by the noise of {images:,}{'' if public.sizes else ' assumed'} images"
+        found["teacher.steps"] = steps, why
+        found["teacher.rate"] = self.teacher.planned_rate(noise, steps), why
+        return {"teacher.components": (self.teacher.planned_components(noise), why), **found}
+
     # -- the plan -----------------------------------------------------------------------------------------
 
     def _painter(self, public: PublicFacts) -> Painter:
@@ -190,9 +207,12 @@ class Atelier(Synthesizer):
                 raise DataError(NO_TEACHER)
             return painter.releases()
         share = self.teacher_share
-        times = self.teacher.planned_steps(self._noise_per_image(public), share)
+        times = self._teacher_steps(public)
         weight = math.sqrt(times * (1 - share) / (share * painter.stages))
         return [*painter.releases(), Release("teacher", times, weight=weight)]
+
+    def _teacher_steps(self, public: PublicFacts) -> int:
+        return self.teacher.planned_steps(self._noise_per_image(public) / math.sqrt(self.teacher_share))
 
     def _prior_releases(self, public: PublicFacts) -> list[Release]:
         """Return counts, teacher and class means, with a share of the budget, and the painter's gradients."""
@@ -202,7 +222,7 @@ class Atelier(Synthesizer):
         total = share + PRIOR_MOMENTS_SHARE
         first = [*counts_release(public, total**-0.5), *painter.moments(PRIOR_MOMENTS_SHARE)]
         if share:
-            times = self.teacher.planned_steps(self._noise_per_image(public), share)
+            times = self._teacher_steps(public)
             first.append(Release("teacher", times, weight=math.sqrt(times / share)))
         if not painter.gradients():
             return first
@@ -245,18 +265,18 @@ class Atelier(Synthesizer):
         self.origins_ = torch.eye(len(public.classes), device=self.torch_device)
 
     def _train_teacher(self, vault: GradientVault, painter: KernelPainter) -> Teacher:
-        classes, images = len(painter.public.classes), float(self.counts_.sum())
+        classes, image_count = len(painter.public.classes), float(self.counts_.sum())
         teacher, components = prepare_teacher(
             lambda labels, generator: self._paint(painter, labels, generator),
             even_labels(classes, self.teacher.cnn_images, self.torch_device),
             classes,
-            components_for(vault, images),
+            self.teacher.planned_components(gradient_noise(vault.plan, image_count)),
             self.seed,
             self._checkpoints,
             lambda cnn: self._new_teacher(painter, cnn),
             self.sample_batch,
         )
-        train_teacher(vault, teacher, components, self.teacher, images, self._checkpoints)
+        train_teacher(vault, teacher, components, self.teacher, image_count, self._checkpoints)
         return teacher
 
     def _new_teacher(self, painter: KernelPainter, cnn: UnitNormMaps) -> Teacher:

@@ -88,6 +88,11 @@ class DPDiffusion(Synthesizer):
     def explain_plan(self, public: PublicFacts) -> list[str]:
         return self._painter(public).notes()
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        without = () if self.curriculum else ("means_share", "adaptation.pool", "adaptation.rounds")
+        tune = () if self.steps else ("tune",)
+        return self._painter(public).in_use() | dict.fromkeys(("adaptation.tries", *without, *tune))
+
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)
         share = self.means_share if self.curriculum else COUNTS_ONLY_SHARE

@@ -18,7 +18,7 @@ Events: Gaussian sums over all images, composed exactly; classes are blocks of o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -99,6 +99,14 @@ class KernelGenerator(GeneratorMethod):
             encoder=self.encoder,
             autoencoder=self.autoencoder,
         )
+
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found, followed = self._painter(public).in_use(), {"learning_rate", "ema", "scattering_bandwidths"}
+        if self.form != "pathwise":
+            names = [f"painter.{each.name}" for each in fields(self.painter) if each.name not in followed]
+            found |= dict.fromkeys(("paths", *names))
+        variants: tuple[Any, str] = (self.variant == "parallel", "by variant")
+        return {**found, "generator.per_class": variants}
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)

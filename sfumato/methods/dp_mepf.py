@@ -102,6 +102,17 @@ class PerceptualEmbedding(GeneratorMethod):
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         return {"encoder": self._embedding(public).facts}
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found: dict[str, tuple[Any, str] | None] = {}
+        if self.encoder == "auto":
+            found["encoder"] = SHIPPED_ENCODERS[public.shape[0]], "by the number of channels"
+        unused = {
+            "layers": self.encoder == SCATTERING,
+            "snapshots": not self.early_stopping,
+            "moving_rate": self.loss == "square",
+        }
+        return found | dict.fromkeys(name for name, unneeded in unused.items() if unneeded)
+
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         embedding = self._embedding(public)
         check_public_network(vault, "encoder", embedding.facts)

@@ -28,7 +28,7 @@ from sfumato.engine import GradientVault
 from sfumato.features.class_gaussians import ClassGaussians, moment_rows
 from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.prior_painter import PriorPainter, PrivateLoss, gpu_sample_batch
+from sfumato.methods.prior_painter import PRACTICE, PriorPainter, PrivateLoss, gpu_sample_batch
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import even_labels
@@ -75,6 +75,9 @@ class EmbeddingPainter(PriorPainter):
 
     def notes(self) -> list[str]:
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
+
+    def unused(self) -> tuple[str, ...]:
+        return PRACTICE
 
     def moments(self, share: float) -> list[Release]:
         return [Release("moments", weight=share**-0.5)]

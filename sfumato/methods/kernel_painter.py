@@ -147,6 +147,18 @@ class KernelPainter:
         facts = {"encoder": load_perceptual(self.encoder, self.device).facts} if self.encoder else {}
         return {**facts, "autoencoder": load_autoencoder().facts} if self.autoencoder else facts
 
+    def in_use(self) -> dict[str, tuple[Any, str] | None]:
+        """Return the settings that a method with this painter uses otherwise; see `Parameterized._in_use`."""
+        found: dict[str, tuple[Any, str] | None] = {"paths": (self.stages, "at most one for each step")}
+        if not self.common_share:
+            why = "less noise than common_threshold" if len(self.public.classes) > 1 else "one class"
+            found |= {"painter.common_share": (0.0, why), "painter.common_threshold": None}
+        if self.autoencoder:
+            found |= dict.fromkeys(("painter.scattering_share", "painter.scattering_bandwidths", "painter.smoothness"))
+        if self.stages == 1 or len(self.public.classes) == 1:
+            found |= dict.fromkeys(("painter.cnn_bandwidths", "painter.cnn_images"))
+        return found
+
     # -- training -----------------------------------------------------------------------------------------
 
     def open(self, vault: GradientVault) -> GradientVault:
@@ -190,32 +202,28 @@ class KernelPainter:
         checkpoints: Checkpoints,
     ) -> tuple[RandomFourierFeatures, torch.Tensor]:
         """Release a path, or read it from a checkpoint: its features, and noisy class means in them."""
-        with_cnn = stage > 0 and training.classes > 1
-        drawn: list[RandomFourierFeatures] = []  # filled by `make`; empty if the path comes from a checkpoint
-
-        def make() -> dict[str, torch.Tensor]:
-            network = training.cnn_features(self.settings.cnn_images) if with_cnn else None
-            features = self._features(training, network, encoder)
-            drawn.append(features)
-            sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
-            if training.common_share:
-                common = vault.sum(features, release="common", bound=1.0)
-                sums = reconcile(sums, common, training.common_share)
-            held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
-            held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
-            return {"means": sums / counts, "random": training.generator.get_state(), **held}
-
-        saved = checkpoints.once(f"path {stage}", make)
-        if not drawn:
-            network = None
-            if with_cnn:
+        saved = checkpoints.saved(f"path {stage}")
+        network: UnitNormMaps | None = None
+        if stage > 0 and training.classes > 1:
+            if saved is None:
+                network = training.cnn_features(self.settings.cnn_images)
+            else:
                 network = untrained_cnn_features(training.shape, training.classes).to(self.device)
                 network.load_state_dict(state_below(saved, "network."))
-            like = self._features(training, network, encoder)
-            count = len(like.tensors())
-            drawn = [like.like([saved[f"frequencies.{number}"].to(self.device) for number in range(count)])]
+        features = self._features(training, network, encoder)
+        if saved is not None:
+            tensors = [saved[f"frequencies.{number}"].to(self.device) for number in range(len(features.tensors()))]
             training.generator.set_state(saved["random"])
-        return drawn[0], saved["means"].to(self.device)
+            return features.like(tensors), saved["means"].to(self.device)
+        sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
+        if training.common_share:
+            common = vault.sum(features, release="common", bound=1.0)
+            sums = reconcile(sums, common, training.common_share)
+        held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
+        held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
+        means = sums / counts
+        checkpoints.keep(f"path {stage}", {"means": means, "random": training.generator.get_state(), **held})
+        return features, means
 
     def _features(
         self, training: PathTraining, cnn: UnitNormMaps | None, encoder: Perceptual | None

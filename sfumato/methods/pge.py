@@ -131,6 +131,15 @@ class GradientEstimation(Synthesizer):
     def _warm_start(self, public: PublicFacts) -> WarmStart:
         return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:  # noqa: ARG002
+        unused = {
+            "warm_start": self.warm == NONE,
+            "width": bool(self.prior),
+            "network": bool(self.prior),
+            "score_settings.mask": not self.residual,
+        }
+        return dict.fromkeys(name for name, unneeded in unused.items() if unneeded)
+
     def _releases(self, public: PublicFacts) -> list[Release]:
         if max(self._maps(public)[1:]) > MAX_SIDE:
             raise DataError(

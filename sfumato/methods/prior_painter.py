@@ -31,6 +31,7 @@ FEW = (".context.", ".scale_shift.bias", "norm", ".last.", ".entry.", ".shortcut
 FEW_LABELLED = (*FEW, ".scale_shift.weight")  # and of a network that learns classes
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
+PRACTICE = ("practice_steps", "practice_batch", "practice_rate", "practice_ema", "practice_centre", "strength")
 LEAST = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
 LARGE_SIDE, LARGE_POOL = 64, 8000  # pixels a side, above which no more images are drawn in a round: memory
 GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` for images up to that side
@@ -152,6 +153,18 @@ class PriorPainter(ABC):
         """Return the public networks in use, for the certificate."""
         facts = {"prior": self.prior.facts}
         return facts if self.encoder is None else {**facts, "encoder": self.encoder.facts}
+
+    def in_use(self) -> dict[str, tuple[Any, str] | None]:
+        """Return the settings that a method with this painter uses otherwise; see `Parameterized._in_use`."""
+        private = ("bound", "views", "learning_rate", "ema", "rank", "level_centre")
+        unused = (*self.unused(), *(private if not self.steps else ("rank",) if self.tune != "low-rank" else ()))
+        without = () if self.steps else ("sampling_prob",)
+        pool = (self.settings.pool, f"at most {LARGE_POOL} above {LARGE_SIDE} pixels a side")
+        return {"adaptation.pool": pool, **dict.fromkeys((*without, *(f"adaptation.{name}" for name in unused)))}
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the fields of `PainterTraining` that this painter does not use."""
+        return PRACTICE if not self.settings.rounds else ()
 
     def check_unchanged(self, vault: GradientVault) -> None:
         """Raise `DataError` if a public file differs from the one that the ledger names."""
