@@ -30,6 +30,7 @@ from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
+from sfumato.methods.checkpoints import check_public_files
 from sfumato.methods.prior_painter import FEW_LABELLED
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
@@ -71,7 +72,7 @@ class GradientEstimation(Synthesizer):
     - sampling_prob: float, 0.1; probability of an image to be in one.
     - warm: `dp-kernel` (default), `dp-merf`, `dp-mepf` or `none`; the method of the warm start.
     - residual: text; a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); none.
-    - autoencoder: text; `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
     - sampler: `hamiltonian` (default), `langevin`, or `ode`, the probability flow.
 
     Presets: `cpu`; `no-warm-start`: more steps at a higher rate; `prior`: no warm start; `energy`: a network whose
@@ -141,12 +142,15 @@ class GradientEstimation(Synthesizer):
         return dict.fromkeys(name for name, unneeded in unused.items() if unneeded)
 
     def _releases(self, public: PublicFacts) -> list[Release]:
+        self._check_size(public)
+        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
+
+    def _check_size(self, public: PublicFacts) -> None:
         if max(self._maps(public)[1:]) > MAX_SIDE:
             raise DataError(
                 f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2' or "
                 "a prior that has it; pass a smaller size (--size)"
             )
-        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         facts = self._warm_start(public).facts()
@@ -164,9 +168,7 @@ class GradientEstimation(Synthesizer):
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         views = self._views(public)
-        stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if any(stated.get(name) != fact for name, fact in self._facts(public).items()):
-            raise DataError("the file of a public network has changed since the run began; start again")
+        check_public_files(vault, self._facts(public))
         trainer = Trainer(self._new_network(public), ema=self.ema, warm_up=True)
         self.counts_, generated = self._warm_start(public).begin(vault, self._checkpoints)
         if generated is not None:
