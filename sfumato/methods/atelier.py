@@ -30,8 +30,9 @@ from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
 from sfumato.methods.base import ASSUMED_IMAGES, Synthesizer, constant
+from sfumato.methods.checkpoints import check_public_files
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.generator_method import GeneratorSizes, check_public_network
+from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
 from sfumato.methods.painter_choice import painter_for
 from sfumato.methods.parameters import AUTO
@@ -79,7 +80,7 @@ class Atelier(Synthesizer):
       `sfumato prior train`; none.
     - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50; on a CPU 0.
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
-    - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
       (default; with `prior` as `drop`), `drop`, or `keep` the painter's label. May change after `fit`.
     - soft_labels: bool, False; add the teacher's probabilities to samples. May change after `fit`.
@@ -145,9 +146,9 @@ class Atelier(Synthesizer):
             raise ValueError("with a prior, steps must be at least 2, or 0 for no private gradients")
         if self.teacher.steps == 1:
             raise ValueError("the teacher needs at least 2 steps, or 0 for a choice by the noise")
-        most = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
-        if not self.teacher_share < most:
-            raise ValueError(f"teacher_share must lie between 0 and {most:g}, got {self.teacher_share!r}")
+        max_share = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
+        if not self.teacher_share < max_share:
+            raise ValueError(f"teacher_share must lie between 0 and {max_share:g}, got {self.teacher_share!r}")
         if not self.variety <= 1:
             raise ValueError(f"variety must lie between 0 and 1, got {self.variety!r}")
         return self
@@ -243,7 +244,7 @@ class Atelier(Synthesizer):
         painter = self._kernel_painter(public)
         vault = painter.open(vault)
         if self.encoder:
-            check_public_network(vault, "encoder", load_perceptual(self.encoder).facts)
+            check_public_files(vault, {"encoder": load_perceptual(self.encoder).facts})
         self.counts_ = class_counts(vault, public)
         self.generator_ = painter.fit(vault, self.counts_, self._checkpoints)
         if _has_classes(public):

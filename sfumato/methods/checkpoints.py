@@ -154,3 +154,10 @@ def check_run_folder(folder: Path, resume: bool) -> None:
     if finished:
         remove_checkpoint(folder)
         raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
+
+
+def check_public_files(vault: GradientVault, facts: Mapping[str, Any]) -> None:
+    """Raise `DataError` if a public file in use is not the one that the ledger names."""
+    stated = (vault.ledger.opening or {}).get("public_facts", {})
+    if changed := [name for name, fact in facts.items() if stated.get(name) != fact]:
+        raise DataError(f"the file of the {changed[0]} has changed since the run began; put it back, or start again")

@@ -35,8 +35,9 @@ from sfumato.features import load_perceptual
 from sfumato.features.moments import class_means, moment
 from sfumato.features.scattering import Scattering
 from sfumato.methods.base import constant
+from sfumato.methods.checkpoints import check_public_files
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.generator_method import GeneratorMethod, GeneratorSizes, GeneratorTraining, check_public_network
+from sfumato.methods.generator_method import GeneratorMethod, GeneratorSizes, GeneratorTraining
 from sfumato.nets.training import warm_cosine
 from sfumato.privacy import Release
 
@@ -115,7 +116,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         embedding = self._embedding(public)
-        check_public_network(vault, "encoder", embedding.facts)
+        check_public_files(vault, {"encoder": embedding.facts})
         self.counts_ = class_counts(vault, public)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
         rows = partial(embedding.rows, powers=self._powers, pooled=self.early_stopping)
@@ -180,11 +181,11 @@ class PerceptualEmbedding(GeneratorMethod):
             f"squared distances (MMD²) are at most {2 * used.moments}"
         ]
         for m in (sum(public.sizes),) if public.sizes else TYPICAL_SIZES:
-            expected, anyhow, at_best = shift_bounds(noise / m, coordinates, used.moments)
+            expected, at_worst, at_best = shift_bounds(noise / m, coordinates, used.moments)
             lines.append(
                 f"m = {m:,}: MMD² of a generator shifts by {expected:.3g} at most on average (Prop. 4.1); with "
-                f"probability {CONFIDENCE:g} the best generator under noise is worse by {anyhow:.3g} at most (4.2), by "
-                f"{at_best:.3g} if a perfect one exists (4.3)"
+                f"probability {CONFIDENCE:g} the best generator under noise is worse by {at_worst:.3g} at most (4.2), "
+                f"by {at_best:.3g} if a perfect one exists (4.3)"
             )
         return lines
 
@@ -300,8 +301,8 @@ def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, f
     largest, tail = math.sqrt(2 * moments), -math.log(1 - CONFIDENCE)
     square = noise**2 * (coordinates + 2 * math.sqrt(coordinates * tail) + 2 * tail)
     expected = noise**2 * coordinates + 2 * math.sqrt(2 / math.pi) * noise * largest
-    anyhow = min(2 * (square + 2 * largest * math.sqrt(square)), 2.0 * moments)
-    return expected, anyhow, min(9 * square, anyhow)
+    at_worst = min(2 * (square + 2 * largest * math.sqrt(square)), 2.0 * moments)
+    return expected, at_worst, min(9 * square, at_worst)
 
 
 def _pooled(maps: list[torch.Tensor], powers: range) -> torch.Tensor:

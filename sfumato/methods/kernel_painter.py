@@ -37,9 +37,9 @@ from sfumato.features.unit_norm import (
     scaled_latents,
     untrained_cnn_features,
 )
-from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.checkpoints import Checkpoints, check_public_files
 from sfumato.methods.class_counts import counts_release
-from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining, check_public_network, draw
+from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining, draw
 from sfumato.nets.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
@@ -166,7 +166,7 @@ class KernelPainter:
         if not self.autoencoder:
             return vault
         network = load_autoencoder(self.device)
-        check_public_network(vault, "autoencoder", network.facts)
+        check_public_files(vault, {"autoencoder": network.facts})
         return vault.map(lambda images: scaled_latents(network, images))
 
     def training(self) -> PathTraining:
@@ -179,7 +179,7 @@ class KernelPainter:
         training.class_shares = counts / counts.sum()
         encoder = load_perceptual(self.encoder, self.device) if self.encoder else None
         if encoder is not None:
-            check_public_network(vault, "encoder", encoder.facts)
+            check_public_files(vault, {"encoder": encoder.facts})
         smoothing = self._smoothing(vault.plan["sums"].noise / counts)
         starts = [-(-stage * self.steps // stages) for stage in range(stages + 1)]
         for stage in range(stages):

@@ -1,7 +1,7 @@
 """What painters with a prior share: the public networks, their releases, training by DP-SGD.
 
-A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py` asks it
-for images with the embeddings of a class; `curriculum_painter.py` teaches it the classes.
+A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py`
+conditions it on embeddings of a class; `curriculum_painter.py` teaches it the classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
 from sfumato.features.embedding import ImageEmbedding
-from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.checkpoints import Checkpoints, check_public_files
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.low_rank import add_low_rank, merge_low_rank
 from sfumato.nets.score import ScoreNetwork, denoising_loss
@@ -168,9 +168,7 @@ class PriorPainter(ABC):
 
     def check_unchanged(self, vault: GradientVault) -> None:
         """Raise `DataError` if a public file differs from the one that the ledger names."""
-        stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if any(name in stated and stated[name] != fact for name, fact in self.facts().items()):
-            raise DataError("the file of a public network has changed since the run began; start again")
+        check_public_files(vault, self.facts())
 
     # -- adaptation ---------------------------------------------------------------------------------------
 
