@@ -56,7 +56,7 @@ class KernelGenerator(GeneratorMethod):
     - steps: int, 4500; training steps.
     - batch_size: int, 600; generated images in a step.
     - encoder: text; a public network as `load_perceptual` takes it, for half of the first path's features; none.
-    - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
 
     Presets: `cpu`.
     """
