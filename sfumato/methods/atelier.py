@@ -186,18 +186,8 @@ class Atelier(Synthesizer):
         return painter_for(self, public, self.steps)
 
     def _kernel_painter(self, public: PublicFacts) -> KernelPainter:
-        return KernelPainter(
-            replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter,
-            self.generator,
-            public,
-            paths=self.paths,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            class_noise=len(public.classes) * self._noise_per_image(public),
-            seed=self.seed,
-            device=self.torch_device,
-            autoencoder=self.autoencoder,
-        )
+        settings = replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter
+        return KernelPainter(self, settings, self.generator, public)
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         if self.prior:

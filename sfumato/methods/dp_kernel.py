@@ -86,19 +86,8 @@ class KernelGenerator(GeneratorMethod):
         return self
 
     def _painter(self, public: PublicFacts) -> KernelPainter:
-        return KernelPainter(
-            self.painter,
-            replace(self.generator, per_class=self.variant == "parallel"),
-            public,
-            paths=self.paths,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            class_noise=len(public.classes) * self._noise_per_image(public),
-            seed=self.seed,
-            device=self.torch_device,
-            encoder=self.encoder,
-            autoencoder=self.autoencoder,
-        )
+        sizes = replace(self.generator, per_class=self.variant == "parallel")
+        return KernelPainter(self, self.painter, sizes, public, self.encoder)
 
     def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
         found, followed = self._painter(public).in_use(), {"learning_rate", "ema", "scattering_bandwidths"}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -86,36 +86,45 @@ CPU_STEPS, CPU_BATCH_SIZE = 1800, 200
 CPU_PAINTER = PainterSettings(features_per_step=500, scattering_share=0.0)
 
 
+class WithPaths(Protocol):
+    """The settings of a method that a kernel painter takes."""
+
+    paths: int
+    steps: int
+    batch_size: int
+    seed: int
+
+    @property
+    def autoencoder(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def _noise_per_image(self, public: PublicFacts) -> float: ...
+
+
 class KernelPainter:
     """A generator for one data set: its releases, its training, its samples.
 
-    - settings, sizes: of the training and the network.
-    - public: facts of the images. With `autoencoder` the painter works on its latents (`canvas`).
-    - paths: number of releases. steps: training steps over all paths. batch_size: generated images in a step.
-    - class_noise: noise multiplier of one release with the whole budget, over the number of images of a class.
+    - owner: the method. With its `autoencoder` the painter works on latents (`canvas`).
+    - settings, sizes: of the training and the network. public: facts of the images.
     - encoder: a public network whose last maps get half of the first path's frequencies; empty: none.
-    - autoencoder: `taef2`, or empty for pixels.
     """
 
     def __init__(
         self,
+        owner: WithPaths,
         settings: PainterSettings,
         sizes: GeneratorSizes,
         public: PublicFacts,
-        *,
-        paths: int,
-        steps: int,
-        batch_size: int,
-        class_noise: float,
-        seed: int,
-        device: torch.device,
         encoder: str = "",
-        autoencoder: str = "",
     ) -> None:
-        self.settings, self.sizes, self.public, self.seed, self.device = settings, sizes, public, seed, device
-        self.stages, self.steps, self.batch_size = min(paths, steps), steps, batch_size
-        self.encoder, self.autoencoder = encoder, autoencoder
-        self.canvas = replace(public, shape=latent_shape(public.shape)) if autoencoder else public
+        self.settings, self.sizes, self.public, self.encoder = settings, sizes, public, encoder
+        self.stages, self.steps, self.batch_size = min(owner.paths, owner.steps), owner.steps, owner.batch_size
+        self.seed, self.device, self.autoencoder = owner.seed, owner.torch_device, owner.autoencoder
+        self.canvas = replace(public, shape=latent_shape(public.shape)) if self.autoencoder else public
+        # noise of one release with the whole budget, over the number of images of a class
+        class_noise = len(public.classes) * owner._noise_per_image(public)
         several = len(public.classes) > 1  # with one class, one release has everything
         above = settings.common_threshold == 0 or class_noise >= settings.common_threshold
         self.common_share = settings.common_share if several and above else 0.0

@@ -25,18 +25,18 @@ import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.pixels import to_unit_range
-from sfumato.engine import GradientVault, Performance
+from sfumato.engine import GradientVault
 from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.checkpoints import check_public_files
-from sfumato.methods.prior_painter import FEW_LABELLED
+from sfumato.methods.prior_painter import FEW_LABELLED, gradient_performance
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
 from sfumato.nets.score import ScoreNetwork
-from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
+from sfumato.nets.training import Trainer, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.priors import Prior, load_prior
 from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
@@ -179,10 +179,8 @@ class GradientEstimation(Synthesizer):
     def _train(self, vault: GradientVault, views: NoisyViews, trainer: Trainer) -> None:
         """Train by DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
         expected = self.sampling_prob * float(self.counts_.sum())
-        on_gpu = self.torch_device.type == "cuda"
-        low = on_gpu and self.network == "score" and self.score_settings.objective == "denoising"
-        batch_size = equal_batches(expected, max(8, VIEWS_PER_BATCH // self.views)) if on_gpu else None
-        performance = Performance(batch_size=batch_size, precision=torch.bfloat16 if low else torch.float32)
+        low = self.network == "score" and self.score_settings.objective == "denoising"
+        performance = gradient_performance(self.torch_device, expected, VIEWS_PER_BATCH // self.views, low=low)
         for step in self._checkpoints.loop("network", self.steps, trainer=trainer):
             sums = vault.gradient(
                 trainer.network,

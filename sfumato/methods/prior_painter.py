@@ -95,6 +95,13 @@ def gpu_sample_batch(shape: tuple[int, int, int]) -> int:
     return min(GPU_SAMPLE_BATCH, GPU_SAMPLE_BATCH * LARGE_SIDE**2 // (shape[1] * shape[2]))
 
 
+def gradient_performance(device: torch.device, expected: float, largest: int, *, low: bool = True) -> Performance:
+    """Return, on a GPU, equal batches of about `largest` images at most, and bfloat16 if `low`."""
+    if device.type != "cuda":
+        return Performance()
+    return Performance(equal_batches(expected, max(8, largest)), precision=torch.bfloat16 if low else torch.float32)
+
+
 class PriorPainter(ABC):
     """A prior for one data set: its releases, its adaptation, its samples.
 
@@ -254,9 +261,7 @@ class PriorPainter(ABC):
             for name, parameter in network.named_parameters():
                 parameter.requires_grad_(any(part in name for part in loss.few))
         trainer = Trainer(network, ema=settings.ema, betas=(0.9, 0.99), warm_up=True)
-        on_gpu = self.device.type == "cuda"
-        batch_size = equal_batches(expected, max(8, VIEWS_PER_BATCH // settings.views)) if on_gpu else None
-        performance = Performance(batch_size=batch_size, precision=torch.bfloat16 if on_gpu else torch.float32)
+        performance = gradient_performance(self.device, expected, VIEWS_PER_BATCH // settings.views)
         for step in checkpoints.loop("gradients", self.steps, trainer=trainer):
             sums = vault.gradient(
                 network,
