@@ -76,8 +76,8 @@ CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHO
 class Atelier(Synthesizer):
     """A generator that follows noisy kernel means, or a public prior; and a linear teacher that labels its images.
 
-    - prior: text; a public diffusion model that the painter adapts: a name of `sfumato prior list`, or the folder of
-      `sfumato prior train`; none.
+    - prior: text; a public diffusion model that the painter fine-tunes: a name of `sfumato prior list`, or the folder
+      of `sfumato prior train`; none.
     - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50; on a CPU 0.
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.

@@ -60,7 +60,8 @@ class PerceptualEmbedding(GeneratorMethod):
       `scattering`, pixels and wavelet coefficients, without training data.
     - layers: `balanced` (default), all layers have equal weight; `paper`, each has the weight of its activations.
     - moments: 1 or 2 (default; means and squares).
-    - early_stopping: bool, True; keep the snapshot of the generator that is nearest to a separate release.
+    - early_stopping: bool, True; keep the snapshot of the generator that is nearest to the last layer's part of
+      `moments`.
     - loss: `square` (default), the squared distance, unbiased in the batch; `moving`, along a moving average of the
       difference (GFMN).
     - steps: int, 3000; training steps of the generator.

@@ -81,7 +81,7 @@ class PrivateEvolution(Synthesizer):
     - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
     - rounds: int, 10; number of generations, each with one vote.
     - candidates: int, 100; generated images of each class in a generation. Fewer get more votes each.
-    - adapt: bool, False; adapt the prior by noisy moments and gradients before the votes.
+    - adapt: bool, False; fine-tune the prior by noisy moments and gradients before the votes.
     - adapt_share: float, 0.5; part of the budget for that.
     - steps: int, 50; number of private gradients of `adapt`; 0: moments only.
 
