@@ -2,7 +2,7 @@
 
     python -m benchmarks list                  list the tables, and how much of each is done
     python -m benchmarks TABLE [options]       run what is missing of a table, or a speed benchmark (speed-NAME)
-    python -m benchmarks all [options]         run what is missing of all tables
+    python -m benchmarks all [options]         run what is missing of all tables; no speed benchmarks
     python -m benchmarks render [--check]      write tables and plots into README.md and docs/
     python -m benchmarks merge FOLDER          add the rows of result files that were made on another machine
     python -m benchmarks make-data SOURCES     make the data files of the tables from published sets
