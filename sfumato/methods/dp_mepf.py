@@ -108,12 +108,9 @@ class PerceptualEmbedding(GeneratorMethod):
         found: dict[str, tuple[Any, str] | None] = {}
         if self.encoder == "auto":
             found["encoder"] = SHIPPED_ENCODERS[public.shape[0]], "by the number of channels"
-        unused = {
-            "layers": self.encoder == SCATTERING,
-            "snapshots": not self.early_stopping,
-            "moving_rate": self.loss == "square",
-        }
-        return found | dict.fromkeys(name for name, unneeded in unused.items() if unneeded)
+        off = {"layers": self.encoder == SCATTERING, "snapshots": not self.early_stopping}
+        off["moving_rate"] = self.loss == "square"
+        return found | dict.fromkeys(name for name in off if off[name])
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         embedding = self._embedding(public)

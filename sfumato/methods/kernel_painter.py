@@ -112,12 +112,7 @@ class KernelPainter:
     """
 
     def __init__(
-        self,
-        owner: WithPaths,
-        settings: PainterSettings,
-        sizes: GeneratorSizes,
-        public: PublicFacts,
-        encoder: str = "",
+        self, owner: WithPaths, settings: PainterSettings, sizes: GeneratorSizes, public: PublicFacts, encoder: str = ""
     ) -> None:
         self.settings, self.sizes, self.public, self.encoder = settings, sizes, public, encoder
         self.stages, self.steps, self.batch_size = min(owner.paths, owner.steps), owner.steps, owner.batch_size

@@ -133,13 +133,9 @@ class GradientEstimation(Synthesizer):
         return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
 
     def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:  # noqa: ARG002
-        unused = {
-            "warm_start": self.warm == NONE,
-            "width": bool(self.prior),
-            "network": bool(self.prior),
-            "score_settings.mask": not self.residual,
-        }
-        return dict.fromkeys(name for name, unneeded in unused.items() if unneeded)
+        off = {"warm_start": self.warm == NONE, "score_settings.mask": not self.residual}
+        off |= dict.fromkeys(("width", "network"), bool(self.prior))
+        return dict.fromkeys(name for name in off if off[name])
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         self._check_size(public)
