@@ -33,6 +33,7 @@ docs: $(READY)
 	@echo 'open build/site/index.html'
 
 # Runs what is missing of all tables: hours on a GPU. DATA is a folder with NAME.npz, see python -m benchmarks --help.
+# Speed benchmarks are left out: they need an idle machine, some of them the authors' programs. Run python -m benchmarks speed-NAME.
 DATA ?= .
 WORKERS ?= 1
 tables: $(READY)

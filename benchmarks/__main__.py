@@ -2,7 +2,7 @@
 
     python -m benchmarks list                  list the tables, and how much of each is done
     python -m benchmarks TABLE [options]       run what is missing of a table, or a speed benchmark (speed-NAME)
-    python -m benchmarks all [options]         run what is missing of all tables
+    python -m benchmarks all [options]         run what is missing of all tables; no speed benchmarks
     python -m benchmarks render [--check]      write tables and plots into README.md and docs/
     python -m benchmarks merge FOLDER          add the rows of result files that were made on another machine
     python -m benchmarks make-data SOURCES     make the data files of the tables from published sets
@@ -17,6 +17,7 @@ Results are in `benchmarks/results/TABLE.json`. DATA is a folder with NAME.npz f
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 from benchmarks.store import RESULTS, ROOT, load, merge
 
 FOLDERS = {"tables": "", "speed": "speed-"}
+COMMANDS = ("make-data", "train-encoder", "vgg-weights", "train-prior")  # modules with a `main` of their own
 NEEDS_MORE = ("smoke",)  # not part of `all`
 
 
@@ -63,22 +65,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["train-prior"]:
-        from benchmarks import train_prior
-
-        return train_prior.main(sys.argv[2:])
-    if sys.argv[1:2] == ["make-data"]:
-        from benchmarks import make_data
-
-        return make_data.main(sys.argv[2:])
-    if sys.argv[1:2] == ["vgg-weights"]:
-        from benchmarks import vgg_weights
-
-        return vgg_weights.main(sys.argv[2:])
-    if sys.argv[1:2] == ["train-encoder"]:
-        from benchmarks import train_encoder
-
-        return train_encoder.main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        command = importlib.import_module(f"benchmarks.{sys.argv[1].replace('-', '_')}")
+        return int(command.main(sys.argv[2:]))
     if sys.argv[1:2] == ["merge"] and len(sys.argv) == 3:
         print("rows added to:", ", ".join(merge(Path(sys.argv[2]))) or "nothing")
         return 0

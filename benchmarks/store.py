@@ -2,6 +2,10 @@
 
 A file has `command`, `commit`, `device`, `versions`, `seeds`, and `rows`. A row says what was run (`job`, `method`,
 `data`, `epsilon`, `params`, `sample`, `seed`) and what was measured. Rows have their own `device` where it differs.
+
+Files of 0.1.0 have no `commit`: programs did not record it. Their `added_by` lists the commits that brought figures of
+the file into the repository, oldest first, older names of the file included. Measurements are of the code of such a
+commit or of one shortly before it.
 """
 
 from __future__ import annotations

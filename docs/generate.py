@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,20 @@ def parameters(key: str) -> str:
     defaults = {field.name: field.default for field in fields(method)}
     rows = [[f"`{name}`", re.sub(r"^(int|float)(?=;)", rf"\1, {defaults[name]}", described[name])] for name in names]
     text = table(["parameter", "type or values, default; effect"], rows)
-    presets = ", ".join(f"`{name}`" for name in method.presets)
-    return f"{text}\n\nPresets: {presets}." if presets else text
+    presets = [[f"`{name}`", ", ".join(_changes(values, defaults))] for name, values in method.presets.items()]
+    return f"{text}\n\n{table(['preset', 'sets'], presets)}" if presets else text
+
+
+def _changes(values: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
+    """Yield what a preset sets: `name=value`; of a group of settings the fields that differ from the default."""
+    for name, value in values.items():
+        if not is_dataclass(value):
+            yield f"`{name}={value}`"
+            continue
+        for part in fields(value):
+            own = getattr(value, part.name)
+            if own != getattr(defaults[name], part.name):
+                yield f"`{name}.{part.name}={own}`"
 
 
 def _bullets(docstring: str) -> Iterator[tuple[str, str]]:

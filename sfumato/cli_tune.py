@@ -67,7 +67,7 @@ def tune(
     if public and (test is None or target is not None or run.budget is not None):
         raise typer.BadParameter("--public needs --test, and writes and charges nothing: leave out --out and --budget")
     if not public and target is None:
-        raise typer.BadParameter("on private images tune makes the images, too: pass --out, or --public")
+        raise typer.BadParameter("on private images, tune also creates images; pass --out, or --public")
     grid = _grid(tries)
     method = options.create_for(source)
     taken = sorted({name for each in grid for name in each} & set(parse_assignments(options.params)))

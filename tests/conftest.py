@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,6 +54,22 @@ def few_digits(digits: ImageSet) -> ImageSet:
 def fewer_digits(digits: ImageSet) -> ImageSet:
     """A few of three classes and one of a fourth, at the end: for runs by the dozen."""
     return _of_each(digits, (7, 7, 7, 1))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs the command in this process and returns (status, output, errors)."""
+
+    from sfumato import cli
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
 
 
 def _of_each(digits: ImageSet, counts: tuple[int, ...]) -> ImageSet:

@@ -31,20 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.
 QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "--device", "cpu"]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs the command in this process and returns (status, output, errors)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, few_digits: ImageSet) -> Path:
     """Write class folders of PNG files, with spaces and accents in their names."""

@@ -30,20 +30,6 @@ QUICK = ["--set", "features=60", "--set", "steps=3", "--set", "batch_size=20", "
 SYNTH = ["--method", "dp-merf", "--epsilon", "500", "-n", "40", *QUICK]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs the command in this process and returns (status, output, errors)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, few_digits: ImageSet) -> Path:
     return save_images(few_digits, tmp_path_factory.mktemp("private") / "scans")

@@ -33,7 +33,7 @@ def test_the_server_prints_a_link_and_ends_at_ctrl_c(tmp_path):
             urllib.request.urlopen(found[1].replace("/enter", "/"))
     finally:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=600)
+        out, err = process.communicate(timeout=1800)
     assert "Runs that are under way go on" in out
     assert process.returncode == 0
     assert err == ""

@@ -71,7 +71,6 @@ MAX_PARAMETERS = 15
 FREE_TEXT = {
     "device",
     "encoder",
-    "autoencoder",
     "residual",
     "preset",
     "prior",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 import sfumato as sf
+from benchmarks.free_privacy_claim import basis_of, linear_construction, matching_losses, outside_span
 from benchmarks.runner import Job, load_sets
+from benchmarks.two_sample import bai_saranadasa
 from sfumato.data import ImageSet
 from sfumato.data.pixels import to_bytes, to_unit_range
 from sfumato.evaluate import Recipe, downstream_accuracy
-from sfumato.evaluate.two_sample import bai_saranadasa
-from sfumato.methods.as_published.free_privacy_claim import basis_of, linear_construction, matching_losses, outside_span
 from sfumato.methods.dm import class_batches, initial_noise
 
 NETWORKS = 20  # for the loss

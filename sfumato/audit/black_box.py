@@ -25,6 +25,7 @@ from sfumato.audit.membership import Attack, Attacker, attack, calibrated
 from sfumato.audit.neighbours import Neighbours
 from sfumato.audit.small_settings import Make
 from sfumato.data import ImageSet
+from sfumato.data.pixels import to_unit_range
 from sfumato.methods.base import Synthesizer
 from sfumato.privacy import Plan
 
@@ -115,10 +116,10 @@ def summary(model: Synthesizer, canaries: ImageSet) -> Array:
         synthetic = model.sample(SAMPLES * classes, labels=labels, seed=0)
     else:  # a condensed set
         synthetic = model.sample(most, seed=0)
-    pixels = synthetic.images.double().flatten(1) / 127.5 - 1
+    pixels = to_unit_range(synthetic.images).flatten(1).double()
     own = pixels if synthetic.labels is None else pixels[synthetic.labels == label]
     mean = (own if len(own) else pixels).mean(0)
-    wanted = (canaries.images.double().flatten(1) / 127.5 - 1).mean(0)
+    wanted = to_unit_range(canaries.images).flatten(1).double().mean(0)
     centred = wanted - wanted.mean()
     found = -(mean - wanted).norm(), pixels.mean(0) @ centred, (mean - mean.mean()).norm()
     return torch.stack(found).numpy()

@@ -1,7 +1,7 @@
 """An embedding of images: vectors of norm at most one that no private image has shaped.
 
 Two parts. *Content*: rows of a public encoder (its last activation, averaged over pixels) or, without one, wavelet
-scattering coefficients; of these the principal components among public images, with the smaller ones enlarged.
+scattering coefficients; of these the partially whitened principal components, computed on public images.
 *Layout*: principal components of a thumbnail, which add colours and where they are.
 """
 

@@ -29,13 +29,14 @@ def moment(maps: Sequence[torch.Tensor], power: int, balanced: bool) -> torch.Te
 
 
 def class_means(maps: Sequence[torch.Tensor], classes: int, moments: int, balanced: bool) -> list[torch.Tensor]:
-    """Return the class means [classes, features] of each moment; `maps` are sorted by class, equally many per class.
+    """Return the class means [classes, features] of each moment.
 
-    Equals `moment` and then the mean, but does not store the rows, which have hundreds of thousands of entries, and
-    reads activations in bfloat16 without conversion.
+    `maps` hold equally many images of each class, class by class. The result is that of `moment`, averaged
+    over each class. But the rows, which have hundreds of thousands of entries, are not stored, and activations in
+    bfloat16 are not converted.
     """
     means = _ClassMeans.apply(classes, moments, balanced, *(_channels_last(values) for values in maps))  # type: ignore[no-untyped-call]
-    return [torch.cat(means[power::moments], 1) for power in range(moments)]
+    return [torch.cat(means[index::moments], 1) for index in range(moments)]  # `means` is ordered by layer, then moment
 
 
 class _ClassMeans(torch.autograd.Function):
@@ -58,9 +59,9 @@ class _ClassMeans(torch.autograd.Function):
         ctx.save_for_backward(*maps, *inverse_norms)
         ctx.options = classes, moments, balanced, scale
         return tuple(
-            _bmm(scale * inverse_norms[power][layer].view(classes, 1, per_class), v.view(classes, per_class, -1))[:, 0]
+            _bmm(scale * inverse_norms[index][layer].view(classes, 1, per_class), v.view(classes, per_class, -1))[:, 0]
             for layer, f in enumerate(maps)
-            for power, v in enumerate([f, f.square()][:moments])
+            for index, v in enumerate([f, f.square()][:moments])
         )
 
     @staticmethod
@@ -68,19 +69,19 @@ class _ClassMeans(torch.autograd.Function):
         classes, moments, balanced, scale = ctx.options
         maps, inverse_norms = ctx.saved_tensors[:-moments], ctx.saved_tensors[-moments:]
         products = []  # <v, g>, for each moment: [layers, N]
-        for power in range(moments):
+        for index in range(moments):
             per_layer = []
-            for f, g in zip(maps, grads[power::moments], strict=True):
-                v = (f if power == 0 else f.square()).view(classes, -1, f.shape[1])
+            for f, g in zip(maps, grads[index::moments], strict=True):
+                v = (f if index == 0 else f.square()).view(classes, -1, f.shape[1])
                 per_layer.append(_bmm(v, g[:, :, None]).flatten())
             stacked = torch.stack(per_layer)
             products.append(stacked if balanced else stacked.sum(0).expand_as(stacked))
         gradients = []
         for layer, f in enumerate(values.view(classes, -1, values.shape[1]) for values in maps):
-            direct = [(scale * inverse_norms[power][layer]).view(classes, -1, 1).to(f) for power in range(moments)]
+            direct = [(scale * inverse_norms[index][layer]).view(classes, -1, 1).to(f) for index in range(moments)]
             radial = [
-                (scale * products[power][layer] * inverse_norms[power][layer] ** 3).view(classes, -1, 1).to(f)
-                for power in range(moments)
+                (scale * products[index][layer] * inverse_norms[index][layer] ** 3).view(classes, -1, 1).to(f)
+                for index in range(moments)
             ]
             upstream = [grad[:, None].to(f) for grad in grads[layer * moments : (layer + 1) * moments]]
             if moments == 1:

@@ -1,8 +1,8 @@
 """Feature vectors of norm at most 1, from wavelet scattering, pixels or public networks.
 
 A network is public if its weights are part of the package or given by the user, or if it was trained on generated
-images only. `Components` projects such vectors on principal components of public ones, with the smaller components
-enlarged, so that gradients converge at like speeds.
+images only. `Components` projects such vectors on partially whitened principal components of public ones, so that
+gradients converge at similar speeds in all directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCATTERING_GROUP = 3  # channels per group of the group norm of scattering coeff
 MAP_GROUP = 4  # channels per group of the group norm of network activations
 MIN_MAP_SIDE = 4  # pixels: smallest activation of an encoder that is used
 EPOCHS, BATCH_SIZE, LEARNING_RATE = 3, 256, 1e-3  # training of `CNNFeatures`
-LEVELLING, MIN_SPREAD = 0.5, 1e-4  # power by which the components' spreads are levelled
+WHITENING, MIN_SPREAD = 0.5, 1e-4  # exponent: 0 leaves the components' spreads as they are, 1 makes them equal
 TINY = 1e-12  # where all rows are equal
 
 
@@ -140,7 +140,7 @@ def _convolutional_layers(network: nn.Module) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Components:
-    """Principal components of public rows, scaled: rows get a mean norm of one, smaller components more weight."""
+    """Partially whitened principal components of public rows, scaled so that rows have a mean norm of one."""
 
     centre: torch.Tensor
     axes: torch.Tensor
@@ -153,7 +153,7 @@ class Components:
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             torch.manual_seed(seed)
             _, spread, axes = torch.svd_lowrank(rows - centre, count, niter=2)
-        axes = axes * (spread / spread[0].clamp_min(TINY)).clamp_min(MIN_SPREAD) ** -LEVELLING
+        axes = axes * (spread / spread[0].clamp_min(TINY)).clamp_min(MIN_SPREAD) ** -WHITENING
         return cls(centre, axes / ((rows - centre) @ axes).norm(dim=1).mean().clamp_min(TINY))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,9 @@ from sfumato.features import load_perceptual
 from sfumato.features.public_autoencoder import load_autoencoder
 from sfumato.features.unit_norm import UnitNormMaps, scaled_latents, untrained_cnn_features
 from sfumato.methods.base import ASSUMED_IMAGES, Synthesizer, constant
+from sfumato.methods.checkpoints import check_public_files
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.generator_method import GeneratorSizes, check_public_network
+from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
 from sfumato.methods.painter_choice import painter_for
 from sfumato.methods.parameters import AUTO
@@ -41,7 +42,7 @@ from sfumato.methods.teacher import (
     EmbeddingTeacher,
     Teacher,
     TeacherSettings,
-    components_for,
+    gradient_noise,
     prepare_teacher,
     train_teacher,
 )
@@ -61,6 +62,8 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
+WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
+WITHOUT_PRIOR = ("variety", "paths", "batch_size", "painter", "generator", "teacher.cnn_images", "teacher.components")
 Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -70,11 +73,11 @@ CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHO
 class Atelier(Synthesizer):
     """A generator that follows noisy kernel means, or a public prior; and a linear teacher that labels its images.
 
-    - prior: text; a public diffusion model that the painter adapts: a name of `sfumato prior list`, or the folder of
-      `sfumato prior train`; none.
+    - prior: text; a public diffusion model that the painter fine-tunes: a name of `sfumato prior list`, or the folder
+      of `sfumato prior train`; none.
     - steps: int, 4500; training steps of the painter. With `prior`: private gradients, 50; on a CPU 0.
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
-    - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
       (default; with `prior` as `drop`), `drop`, or `keep` the painter's label. May change after `fit`.
     - soft_labels: bool, False; add the teacher's probabilities to samples. May change after `fit`.
@@ -140,9 +143,9 @@ class Atelier(Synthesizer):
             raise ValueError("with a prior, steps must be at least 2, or 0 for no private gradients")
         if self.teacher.steps == 1:
             raise ValueError("the teacher needs at least 2 steps, or 0 for a choice by the noise")
-        most = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
-        if not self.teacher_share < most:
-            raise ValueError(f"teacher_share must lie between 0 and {most:g}, got {self.teacher_share!r}")
+        max_share = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
+        if not self.teacher_share < max_share:
+            raise ValueError(f"teacher_share must lie between 0 and {max_share:g}, got {self.teacher_share!r}")
         if not self.variety <= 1:
             raise ValueError(f"variety must lie between 0 and 1, got {self.variety!r}")
         return self
@@ -159,6 +162,18 @@ class Atelier(Synthesizer):
         assumed = [ASSUMED_NOTE] if public.sizes is None and self.preset == AUTO else []
         return [*assumed, ENCODER_NOTE] if self.encoder and _has_classes(public) else assumed
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found = self._painter(public).in_use()
+        found |= dict.fromkeys(WITHOUT_PRIOR if self.prior else WITH_PRIOR)
+        if not _has_classes(public):
+            return found | dict.fromkeys(("teacher", "teacher_share", "disagreement", "soft_labels", "variety"))
+        plan, images = self.plan(public), sum(public.sizes or ()) or ASSUMED_IMAGES
+        noise, steps = gradient_noise(plan, images), plan["teacher"].times
+        why = f"by the noise of {images:,}{'' if public.sizes else ' assumed'} images"
+        found["teacher.steps"] = steps, why
+        found["teacher.rate"] = self.teacher.planned_rate(noise, steps), why
+        return {"teacher.components": (self.teacher.planned_components(noise), why), **found}
+
     # -- the plan -----------------------------------------------------------------------------------------
 
     def _painter(self, public: PublicFacts) -> Painter:
@@ -168,18 +183,8 @@ class Atelier(Synthesizer):
         return painter_for(self, public, self.steps)
 
     def _kernel_painter(self, public: PublicFacts) -> KernelPainter:
-        return KernelPainter(
-            replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter,
-            self.generator,
-            public,
-            paths=self.paths,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            class_noise=len(public.classes) * self._noise_per_image(public),
-            seed=self.seed,
-            device=self.torch_device,
-            autoencoder=self.autoencoder,
-        )
+        settings = replace(self.painter, smoothness=0.0) if self.autoencoder else self.painter
+        return KernelPainter(self, settings, self.generator, public)
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         if self.prior:
@@ -190,9 +195,12 @@ class Atelier(Synthesizer):
                 raise DataError(NO_TEACHER)
             return painter.releases()
         share = self.teacher_share
-        times = self.teacher.planned_steps(self._noise_per_image(public), share)
+        times = self._teacher_steps(public)
         weight = math.sqrt(times * (1 - share) / (share * painter.stages))
         return [*painter.releases(), Release("teacher", times, weight=weight)]
+
+    def _teacher_steps(self, public: PublicFacts) -> int:
+        return self.teacher.planned_steps(self._noise_per_image(public) / math.sqrt(self.teacher_share))
 
     def _prior_releases(self, public: PublicFacts) -> list[Release]:
         """Return counts, teacher and class means, with a share of the budget, and the painter's gradients."""
@@ -202,7 +210,7 @@ class Atelier(Synthesizer):
         total = share + PRIOR_MOMENTS_SHARE
         first = [*counts_release(public, total**-0.5), *painter.moments(PRIOR_MOMENTS_SHARE)]
         if share:
-            times = self.teacher.planned_steps(self._noise_per_image(public), share)
+            times = self._teacher_steps(public)
             first.append(Release("teacher", times, weight=math.sqrt(times / share)))
         if not painter.gradients():
             return first
@@ -223,7 +231,7 @@ class Atelier(Synthesizer):
         painter = self._kernel_painter(public)
         vault = painter.open(vault)
         if self.encoder:
-            check_public_network(vault, "encoder", load_perceptual(self.encoder).facts)
+            check_public_files(vault, {"encoder": load_perceptual(self.encoder).facts})
         self.counts_ = class_counts(vault, public)
         self.generator_ = painter.fit(vault, self.counts_, self._checkpoints)
         if _has_classes(public):
@@ -245,18 +253,18 @@ class Atelier(Synthesizer):
         self.origins_ = torch.eye(len(public.classes), device=self.torch_device)
 
     def _train_teacher(self, vault: GradientVault, painter: KernelPainter) -> Teacher:
-        classes, images = len(painter.public.classes), float(self.counts_.sum())
+        classes, image_count = len(painter.public.classes), float(self.counts_.sum())
         teacher, components = prepare_teacher(
             lambda labels, generator: self._paint(painter, labels, generator),
             even_labels(classes, self.teacher.cnn_images, self.torch_device),
             classes,
-            components_for(vault, images),
+            self.teacher.planned_components(gradient_noise(vault.plan, image_count)),
             self.seed,
             self._checkpoints,
             lambda cnn: self._new_teacher(painter, cnn),
             self.sample_batch,
         )
-        train_teacher(vault, teacher, components, self.teacher, images, self._checkpoints)
+        train_teacher(vault, teacher, components, self.teacher, image_count, self._checkpoints)
         return teacher
 
     def _new_teacher(self, painter: KernelPainter, cnn: UnitNormMaps) -> Teacher:

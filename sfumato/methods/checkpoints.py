@@ -88,12 +88,18 @@ class Checkpoints:
 
     def once(self, name: str, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return the tensors that `make` gives; or gave before an interruption, and then on the CPU."""
-        if name in self._notes:
-            self._vault.skip(self._notes[name]["asked"])
-            return self._tensors[name]
-        made = make()
-        self._keep(name, 1, made)
+        made = self.saved(name)
+        if made is None:
+            made = make()
+            self.keep(name, made)
         return made
+
+    def saved(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return the tensors that were kept under a name before an interruption, on the CPU; None if there are none."""
+        if name not in self._notes:
+            return None
+        self._vault.skip(self._notes[name]["asked"])
+        return self._tensors[name]
 
     def _restore(self, name: str, parts: Mapping[str, StatePart]) -> int:
         if name not in self._notes:
@@ -106,6 +112,10 @@ class Checkpoints:
     def _save(self, name: str, step: int, parts: Mapping[str, StatePart]) -> None:
         if self._path is not None:
             self._keep(name, step, flat({key: state_of(part) for key, part in parts.items()}))
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors to disk, for `saved` after an interruption."""
+        self._keep(name, 1, tensors)
 
     def _keep(self, name: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._path is None:
@@ -144,3 +154,10 @@ def check_run_folder(folder: Path, resume: bool) -> None:
     if finished:
         remove_checkpoint(folder)
         raise DataError(f"{folder} holds a finished run; load its model, or choose another folder")
+
+
+def check_public_files(vault: GradientVault, facts: Mapping[str, Any]) -> None:
+    """Raise `DataError` if a public file in use is not the one that the ledger names."""
+    stated = (vault.ledger.opening or {}).get("public_facts", {})
+    if changed := [name for name, fact in facts.items() if stated.get(name) != fact]:
+        raise DataError(f"the file of the {changed[0]} has changed since the run began; put it back, or start again")

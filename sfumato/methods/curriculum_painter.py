@@ -32,7 +32,7 @@ from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_leve
 from sfumato.priors.prior import embedded_shape
 from sfumato.privacy import Release
 
-CPU_NOTE = "without a GPU the preset adapts a prior by few steps only, and hardly; a GPU is advised"
+CPU_NOTE = "without a GPU the preset adapts a prior with few steps, so it changes little; a GPU is advised"
 SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
 EMBEDDED_AT_ONCE, POOL_BATCH = 500, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come

@@ -1,4 +1,4 @@
-"""dp-diffusion: a public diffusion model, adapted to private images.
+"""dp-diffusion: a public diffusion model, fine-tuned on private images.
 
 The family of DPDM (Dockhorn et al., TMLR 2023), PDP-Diffusion (Ghalebikesabi et al., 2023) and PrivImage (Li et al.,
 USENIX Security 2024) on one network: a diffusion model is pre-trained on public images, practises on those of its own
@@ -33,7 +33,7 @@ COUNTS_ONLY_SHARE = 0.01  # of the budget, for the counts, where there is no cur
 
 @dataclass(kw_only=True, eq=False)
 class DPDiffusion(Synthesizer):
-    """A public diffusion model, adapted by a free curriculum and by noisy gradients.
+    """A public diffusion model, fine-tuned by a free curriculum and by noisy gradients.
 
     - prior: text, `random-process`; a name of `sfumato prior list`, or the folder of `sfumato prior train`.
     - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
@@ -49,7 +49,9 @@ class DPDiffusion(Synthesizer):
 
     key: ClassVar[str] = "dp-diffusion"
     paper: ClassVar[str] = "Differentially Private Diffusion Models (Dockhorn et al., TMLR 2023); PrivImage (2024)"
-    summary: ClassVar[str] = "a public diffusion model, adapted by a free curriculum and noisy gradients; GPU advised"
+    summary: ClassVar[str] = (
+        "a public diffusion model, fine-tuned by a free curriculum and noisy gradients; GPU advised"
+    )
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"steps": 5, "sampling_prob": 0.002, "adaptation": CPU_TRAINING},
@@ -87,6 +89,11 @@ class DPDiffusion(Synthesizer):
 
     def explain_plan(self, public: PublicFacts) -> list[str]:
         return self._painter(public).notes()
+
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        without = () if self.curriculum else ("means_share", "adaptation.pool", "adaptation.rounds")
+        tune = () if self.steps else ("tune",)
+        return self._painter(public).in_use() | dict.fromkeys(("adaptation.tries", *without, *tune))
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)

@@ -18,7 +18,7 @@ Events: Gaussian sums over all images, composed exactly; classes are blocks of o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -56,7 +56,7 @@ class KernelGenerator(GeneratorMethod):
     - steps: int, 4500; training steps.
     - batch_size: int, 600; generated images in a step.
     - encoder: text; a public network as `load_perceptual` takes it, for half of the first path's features; none.
-    - autoencoder: text; `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
 
     Presets: `cpu`.
     """
@@ -86,19 +86,16 @@ class KernelGenerator(GeneratorMethod):
         return self
 
     def _painter(self, public: PublicFacts) -> KernelPainter:
-        return KernelPainter(
-            self.painter,
-            replace(self.generator, per_class=self.variant == "parallel"),
-            public,
-            paths=self.paths,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            class_noise=len(public.classes) * self._noise_per_image(public),
-            seed=self.seed,
-            device=self.torch_device,
-            encoder=self.encoder,
-            autoencoder=self.autoencoder,
-        )
+        sizes = replace(self.generator, per_class=self.variant == "parallel")
+        return KernelPainter(self, self.painter, sizes, public, self.encoder)
+
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found, followed = self._painter(public).in_use(), {"learning_rate", "ema", "scattering_bandwidths"}
+        if self.form != "pathwise":
+            names = [f"painter.{each.name}" for each in fields(self.painter) if each.name not in followed]
+            found |= dict.fromkeys(("paths", *names))
+        variants: tuple[Any, str] = (self.variant == "parallel", "by variant")
+        return {**found, "generator.per_class": variants}
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         painter = self._painter(public)

@@ -143,6 +143,11 @@ class LatentFlow(Synthesizer):
     def _warm_start(self, public: PublicFacts) -> WarmStart:
         return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:  # noqa: ARG002
+        off = {"warm_start": self.warm == NONE}
+        off["procedural_batches"] = self.warm != NONE and self.autoencoder == "private"
+        return dict.fromkeys(name for name in off if off[name])
+
     def _releases(self, public: PublicFacts) -> list[Release]:
         if self.warm != NONE and max(public.shape[1:]) > MAX_WARM_SIDE:
             raise DataError(

@@ -35,8 +35,9 @@ from sfumato.features import load_perceptual
 from sfumato.features.moments import class_means, moment
 from sfumato.features.scattering import Scattering
 from sfumato.methods.base import constant
+from sfumato.methods.checkpoints import check_public_files
 from sfumato.methods.class_counts import class_counts, counts_release
-from sfumato.methods.generator_method import GeneratorMethod, GeneratorSizes, GeneratorTraining, check_public_network
+from sfumato.methods.generator_method import GeneratorMethod, GeneratorSizes, GeneratorTraining
 from sfumato.nets.training import warm_cosine
 from sfumato.privacy import Release
 
@@ -59,7 +60,8 @@ class PerceptualEmbedding(GeneratorMethod):
       `scattering`, pixels and wavelet coefficients, without training data.
     - layers: `balanced` (default), all layers have equal weight; `paper`, each has the weight of its activations.
     - moments: 1 or 2 (default; means and squares).
-    - early_stopping: bool, True; keep the snapshot of the generator that is nearest to a separate release.
+    - early_stopping: bool, True; keep the snapshot of the generator that is nearest to the last layer's part of
+      `moments`.
     - loss: `square` (default), the squared distance, unbiased in the batch; `moving`, along a moving average of the
       difference (GFMN).
     - steps: int, 3000; training steps of the generator.
@@ -102,9 +104,17 @@ class PerceptualEmbedding(GeneratorMethod):
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         return {"encoder": self._embedding(public).facts}
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        found: dict[str, tuple[Any, str] | None] = {}
+        if self.encoder == "auto":
+            found["encoder"] = SHIPPED_ENCODERS[public.shape[0]], "by the number of channels"
+        off = {"layers": self.encoder == SCATTERING, "snapshots": not self.early_stopping}
+        off["moving_rate"] = self.loss == "square"
+        return found | dict.fromkeys(name for name in off if off[name])
+
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         embedding = self._embedding(public)
-        check_public_network(vault, "encoder", embedding.facts)
+        check_public_files(vault, {"encoder": embedding.facts})
         self.counts_ = class_counts(vault, public)
         total, shares = self.counts_.sum(), (self.counts_ / self.counts_.sum())[:, None]
         rows = partial(embedding.rows, powers=self._powers, pooled=self.early_stopping)
@@ -169,11 +179,11 @@ class PerceptualEmbedding(GeneratorMethod):
             f"squared distances (MMD²) are at most {2 * used.moments}"
         ]
         for m in (sum(public.sizes),) if public.sizes else TYPICAL_SIZES:
-            expected, anyhow, at_best = shift_bounds(noise / m, coordinates, used.moments)
+            expected, at_worst, at_best = shift_bounds(noise / m, coordinates, used.moments)
             lines.append(
                 f"m = {m:,}: MMD² of a generator shifts by {expected:.3g} at most on average (Prop. 4.1); with "
-                f"probability {CONFIDENCE:g} the best generator under noise is worse by {anyhow:.3g} at most (4.2), by "
-                f"{at_best:.3g} if a perfect one exists (4.3)"
+                f"probability {CONFIDENCE:g} the best generator under noise is worse by {at_worst:.3g} at most (4.2), "
+                f"by {at_best:.3g} if a perfect one exists (4.3)"
             )
         return lines
 
@@ -289,8 +299,8 @@ def shift_bounds(noise: float, coordinates: int, moments: int) -> tuple[float, f
     largest, tail = math.sqrt(2 * moments), -math.log(1 - CONFIDENCE)
     square = noise**2 * (coordinates + 2 * math.sqrt(coordinates * tail) + 2 * tail)
     expected = noise**2 * coordinates + 2 * math.sqrt(2 / math.pi) * noise * largest
-    anyhow = min(2 * (square + 2 * largest * math.sqrt(square)), 2.0 * moments)
-    return expected, anyhow, min(9 * square, anyhow)
+    at_worst = min(2 * (square + 2 * largest * math.sqrt(square)), 2.0 * moments)
+    return expected, at_worst, min(9 * square, at_worst)
 
 
 def _pooled(maps: list[torch.Tensor], powers: range) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The embedding painter: a prior that is asked for images with the embeddings of a private class.
+"""The embedding painter: a prior that is conditioned on embeddings of a private class.
 
 The network of such a prior is conditioned on an embedding of the image to be made (`features/embedding.py`): it has
 learned from public images what an image with this embedding looks like. So the private images have to say only how
@@ -7,8 +7,8 @@ their embeddings are distributed:
 1. Ask for noisy sums of first and second moments of each class; a Gaussian distribution for each class follows
    (`features/class_gaussians.py`).
 2. Draw embeddings from it, and images with these embeddings.
-3. Correct, free of charge: the network follows an embedding in part only. The class means that it is asked for are
-   moved until the embeddings of its images have the class means of the private ones.
+3. Correct, free of charge: the network follows an embedding in part only. The class means that it is conditioned on
+   are moved until the embeddings of its images have the class means of the private ones.
 4. Optional: train the network by DP-SGD on private images and their embeddings, so that it learns their look.
 
 Released: the moments, once; at each of `steps` steps a noisy sum of clipped per-example gradients.
@@ -28,7 +28,7 @@ from sfumato.engine import GradientVault
 from sfumato.features.class_gaussians import ClassGaussians, moment_rows
 from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.prior_painter import PriorPainter, PrivateLoss, gpu_sample_batch
+from sfumato.methods.prior_painter import PRACTICE, PriorPainter, PrivateLoss, gpu_sample_batch
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import even_labels
@@ -42,7 +42,7 @@ CORRECTION = 0.7  # part of the difference of means by which a round corrects
 
 
 class ConditionedGenerator(nn.Module):
-    """A network, and the distributions of the embeddings that it is asked for."""
+    """A network, and for each class the distribution of the embeddings that it is conditioned on."""
 
     means: torch.Tensor
     roots: torch.Tensor
@@ -75,6 +75,9 @@ class EmbeddingPainter(PriorPainter):
 
     def notes(self) -> list[str]:
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
+
+    def unused(self) -> tuple[str, ...]:
+        return PRACTICE
 
     def moments(self, share: float) -> list[Release]:
         return [Release("moments", weight=share**-0.5)]
@@ -117,7 +120,7 @@ class EmbeddingPainter(PriorPainter):
         return ClassGaussians.of(sums, counts, embedded.plan["moments"].noise, embedding.spread)
 
     def _correct(self, made: ConditionedGenerator, embedding: ImageEmbedding, checkpoints: Checkpoints) -> None:
-        """Move the class means that are asked for, until the images have the means of the private ones."""
+        """Move the class means of the conditions until the images have the means of the private ones."""
         wanted, classes = made.means.clone(), len(made.means)
         count = min(self.settings.pool, CORRECTION_IMAGES)
         if count < LEAST_PER_CLASS * classes:
@@ -151,7 +154,7 @@ class EmbeddingPainter(PriorPainter):
         level: float,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Ask for images with the embeddings of these images."""
+        """Draw images conditioned on the embeddings of these images."""
         assert isinstance(generator_network, ConditionedGenerator)
         embedding = self.new_embedding()
         return self.draw(

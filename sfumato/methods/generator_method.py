@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfumato.data import DataError, PublicFacts
-from sfumato.engine import GradientVault
+from sfumato.data import PublicFacts
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.nets.generators import GENERATORS, PerClass, refresh_batch_norm
 from sfumato.nets.training import Trainer, state_below
@@ -130,10 +129,3 @@ def draw(network: nn.Module, latent: int, labels: torch.Tensor, generator: torch
     noise = torch.randn(len(labels), latent, generator=generator, device=labels.device)
     images: torch.Tensor = network(noise, labels)
     return images
-
-
-def check_public_network(vault: GradientVault, role: str, facts: dict[str, Any]) -> None:
-    """Raise if the public network in use is not the one that the ledger names."""
-    stated = (vault.ledger.opening or {}).get("public_facts", {})
-    if stated.get(role) != facts:
-        raise DataError(f"the file of the {role} has changed since the run began; nothing was spent, start again")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,9 +37,9 @@ from sfumato.features.unit_norm import (
     scaled_latents,
     untrained_cnn_features,
 )
-from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.checkpoints import Checkpoints, check_public_files
 from sfumato.methods.class_counts import counts_release
-from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining, check_public_network, draw
+from sfumato.methods.generator_method import GeneratorSizes, GeneratorTraining, draw
 from sfumato.nets.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
@@ -86,36 +86,40 @@ CPU_STEPS, CPU_BATCH_SIZE = 1800, 200
 CPU_PAINTER = PainterSettings(features_per_step=500, scattering_share=0.0)
 
 
+class WithPaths(Protocol):
+    """The settings of a method that a kernel painter takes."""
+
+    paths: int
+    steps: int
+    batch_size: int
+    seed: int
+
+    @property
+    def autoencoder(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def _noise_per_image(self, public: PublicFacts) -> float: ...
+
+
 class KernelPainter:
     """A generator for one data set: its releases, its training, its samples.
 
-    - settings, sizes: of the training and the network.
-    - public: facts of the images. With `autoencoder` the painter works on its latents (`canvas`).
-    - paths: number of releases. steps: training steps over all paths. batch_size: generated images in a step.
-    - class_noise: noise multiplier of one release with the whole budget, over the number of images of a class.
+    - owner: the method. With its `autoencoder` the painter works on latents (`canvas`).
+    - settings, sizes: of the training and the network. public: facts of the images.
     - encoder: a public network whose last maps get half of the first path's frequencies; empty: none.
-    - autoencoder: `taef2`, or empty for pixels.
     """
 
     def __init__(
-        self,
-        settings: PainterSettings,
-        sizes: GeneratorSizes,
-        public: PublicFacts,
-        *,
-        paths: int,
-        steps: int,
-        batch_size: int,
-        class_noise: float,
-        seed: int,
-        device: torch.device,
-        encoder: str = "",
-        autoencoder: str = "",
+        self, owner: WithPaths, settings: PainterSettings, sizes: GeneratorSizes, public: PublicFacts, encoder: str = ""
     ) -> None:
-        self.settings, self.sizes, self.public, self.seed, self.device = settings, sizes, public, seed, device
-        self.stages, self.steps, self.batch_size = min(paths, steps), steps, batch_size
-        self.encoder, self.autoencoder = encoder, autoencoder
-        self.canvas = replace(public, shape=latent_shape(public.shape)) if autoencoder else public
+        self.settings, self.sizes, self.public, self.encoder = settings, sizes, public, encoder
+        self.stages, self.steps, self.batch_size = min(owner.paths, owner.steps), owner.steps, owner.batch_size
+        self.seed, self.device, self.autoencoder = owner.seed, owner.torch_device, owner.autoencoder
+        self.canvas = replace(public, shape=latent_shape(public.shape)) if self.autoencoder else public
+        # noise of one release with the whole budget, over the number of images of a class
+        class_noise = len(public.classes) * owner._noise_per_image(public)
         several = len(public.classes) > 1  # with one class, one release has everything
         above = settings.common_threshold == 0 or class_noise >= settings.common_threshold
         self.common_share = settings.common_share if several and above else 0.0
@@ -147,6 +151,18 @@ class KernelPainter:
         facts = {"encoder": load_perceptual(self.encoder, self.device).facts} if self.encoder else {}
         return {**facts, "autoencoder": load_autoencoder().facts} if self.autoencoder else facts
 
+    def in_use(self) -> dict[str, tuple[Any, str] | None]:
+        """Return the settings that a method with this painter uses otherwise; see `Parameterized._in_use`."""
+        found: dict[str, tuple[Any, str] | None] = {"paths": (self.stages, "at most one for each step")}
+        if not self.common_share:
+            why = "less noise than common_threshold" if len(self.public.classes) > 1 else "one class"
+            found |= {"painter.common_share": (0.0, why), "painter.common_threshold": None}
+        if self.autoencoder:
+            found |= dict.fromkeys(("painter.scattering_share", "painter.scattering_bandwidths", "painter.smoothness"))
+        if self.stages == 1 or len(self.public.classes) == 1:
+            found |= dict.fromkeys(("painter.cnn_bandwidths", "painter.cnn_images"))
+        return found
+
     # -- training -----------------------------------------------------------------------------------------
 
     def open(self, vault: GradientVault) -> GradientVault:
@@ -154,7 +170,7 @@ class KernelPainter:
         if not self.autoencoder:
             return vault
         network = load_autoencoder(self.device)
-        check_public_network(vault, "autoencoder", network.facts)
+        check_public_files(vault, {"autoencoder": network.facts})
         return vault.map(lambda images: scaled_latents(network, images))
 
     def training(self) -> PathTraining:
@@ -167,7 +183,7 @@ class KernelPainter:
         training.class_shares = counts / counts.sum()
         encoder = load_perceptual(self.encoder, self.device) if self.encoder else None
         if encoder is not None:
-            check_public_network(vault, "encoder", encoder.facts)
+            check_public_files(vault, {"encoder": encoder.facts})
         smoothing = self._smoothing(vault.plan["sums"].noise / counts)
         starts = [-(-stage * self.steps // stages) for stage in range(stages + 1)]
         for stage in range(stages):
@@ -190,32 +206,28 @@ class KernelPainter:
         checkpoints: Checkpoints,
     ) -> tuple[RandomFourierFeatures, torch.Tensor]:
         """Release a path, or read it from a checkpoint: its features, and noisy class means in them."""
-        with_cnn = stage > 0 and training.classes > 1
-        drawn: list[RandomFourierFeatures] = []  # filled by `make`; empty if the path comes from a checkpoint
-
-        def make() -> dict[str, torch.Tensor]:
-            network = training.cnn_features(self.settings.cnn_images) if with_cnn else None
-            features = self._features(training, network, encoder)
-            drawn.append(features)
-            sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
-            if training.common_share:
-                common = vault.sum(features, release="common", bound=1.0)
-                sums = reconcile(sums, common, training.common_share)
-            held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
-            held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
-            return {"means": sums / counts, "random": training.generator.get_state(), **held}
-
-        saved = checkpoints.once(f"path {stage}", make)
-        if not drawn:
-            network = None
-            if with_cnn:
+        saved = checkpoints.saved(f"path {stage}")
+        network: UnitNormMaps | None = None
+        if stage > 0 and training.classes > 1:
+            if saved is None:
+                network = training.cnn_features(self.settings.cnn_images)
+            else:
                 network = untrained_cnn_features(training.shape, training.classes).to(self.device)
                 network.load_state_dict(state_below(saved, "network."))
-            like = self._features(training, network, encoder)
-            count = len(like.tensors())
-            drawn = [like.like([saved[f"frequencies.{number}"].to(self.device) for number in range(count)])]
+        features = self._features(training, network, encoder)
+        if saved is not None:
+            tensors = [saved[f"frequencies.{number}"].to(self.device) for number in range(len(features.tensors()))]
             training.generator.set_state(saved["random"])
-        return drawn[0], saved["means"].to(self.device)
+            return features.like(tensors), saved["means"].to(self.device)
+        sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
+        if training.common_share:
+            common = vault.sum(features, release="common", bound=1.0)
+            sums = reconcile(sums, common, training.common_share)
+        held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
+        held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
+        means = sums / counts
+        checkpoints.keep(f"path {stage}", {"means": means, "random": training.generator.get_state(), **held})
+        return features, means
 
     def _features(
         self, training: PathTraining, cnn: UnitNormMaps | None, encoder: Perceptual | None

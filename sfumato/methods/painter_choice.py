@@ -1,4 +1,4 @@
-"""The painter that suits a prior: one that knows embeddings is asked for them, any other one learns the classes."""
+"""Choose the painter for a prior: one with embeddings is conditioned on those of a class, others learn the classes."""
 
 from __future__ import annotations
 

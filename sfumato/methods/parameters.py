@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
@@ -21,7 +21,10 @@ AUTO, NO_PRESET = "auto", "default"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a method (NAME, or NAME.FIELD), its value, and its source: `given`, `default` or `preset NAME`."""
+    """One setting of a method (NAME, or NAME.FIELD), its value, and its source: `given`, `default` or `preset NAME`.
+
+    Where a fit uses another value, the setting has that one, and its source says which was set and why it changed.
+    """
 
     name: str
     value: Any
@@ -118,7 +121,17 @@ class Parameterized:
 
     def settings(self, public: PublicFacts) -> list[Setting]:
         """Return every setting that a fit on such data uses, and where it comes from."""
-        return list_settings(self, self._given, self._preset_values(public))
+        in_use, found = self._resolved(public)._in_use(public), []
+        for each in list_settings(self, self._given, self._preset_values(public)):
+            used = in_use.get(each.name, in_use.get(each.name.partition(".")[0], (each.value, "")))
+            if used is None and each.source == "given":
+                found.append(replace(each, source="given, not used"))
+            elif used is not None and used[0] != each.value:
+                was = f"{each.value:g}" if isinstance(each.value, float) else each.value
+                found.append(Setting(each.name, used[0], f"{each.source} {was}, {used[1]}"))
+            elif used is not None:
+                found.append(each)
+        return found
 
     def with_constants(self, **values: Any) -> Self:
         """Set named constants of the method, for experiments. The certificate records them. Return self."""
@@ -160,6 +173,10 @@ class Parameterized:
     def _auto_presets(self, public: PublicFacts) -> list[str]:  # noqa: ARG002
         """Return the presets that `auto` applies, in order; later ones win."""
         return ["cpu"] if self.torch_device.type == "cpu" and "cpu" in self.presets else []
+
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:  # noqa: ARG002
+        """Return what a fit uses in place of a setting, {NAME or NAME.FIELD: (value, reason)}; None: it is not used."""
+        return {}
 
     def _preset_values(self, public: PublicFacts) -> dict[str, tuple[str, Any]]:
         """Return {setting: (preset, value)} for the presets that apply."""

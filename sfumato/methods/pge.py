@@ -25,17 +25,18 @@ import torch
 
 from sfumato.data import DataError, ImageSet, PublicFacts
 from sfumato.data.pixels import to_unit_range
-from sfumato.engine import GradientVault, Performance
+from sfumato.engine import GradientVault
 from sfumato.features import codebook
 from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
-from sfumato.methods.prior_painter import FEW_LABELLED
+from sfumato.methods.checkpoints import check_public_files
+from sfumato.methods.prior_painter import FEW_LABELLED, gradient_performance
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
 from sfumato.nets.score import ScoreNetwork
-from sfumato.nets.training import Trainer, equal_batches, state_below, warm_cosine
+from sfumato.nets.training import Trainer, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.priors import Prior, load_prior
 from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
@@ -71,7 +72,7 @@ class GradientEstimation(Synthesizer):
     - sampling_prob: float, 0.1; probability of an image to be in one.
     - warm: `dp-kernel` (default), `dp-merf`, `dp-mepf` or `none`; the method of the warm start.
     - residual: text; a public network for residual enhancement (`taef2`, or as `load_perceptual` takes it); none.
-    - autoencoder: text; `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
+    - autoencoder: `taef2` to learn its latents instead of pixels, for images above 64 pixels; none.
     - sampler: `hamiltonian` (default), `langevin`, or `ode`, the probability flow.
 
     Presets: `cpu`; `no-warm-start`: more steps at a higher rate; `prior`: no warm start; `energy`: a network whose
@@ -131,13 +132,21 @@ class GradientEstimation(Synthesizer):
     def _warm_start(self, public: PublicFacts) -> WarmStart:
         return WarmStart(self.warm, self.warm_start, self, public, self.warm_parameters)
 
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:  # noqa: ARG002
+        off = {"warm_start": self.warm == NONE, "score_settings.mask": not self.residual}
+        off |= dict.fromkeys(("width", "network"), bool(self.prior))
+        return dict.fromkeys(name for name in off if off[name])
+
     def _releases(self, public: PublicFacts) -> list[Release]:
+        self._check_size(public)
+        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
+
+    def _check_size(self, public: PublicFacts) -> None:
         if max(self._maps(public)[1:]) > MAX_SIDE:
             raise DataError(
                 f"pge takes images of up to {MAX_SIDE} pixels a side, or eight times that with autoencoder='taef2' or "
                 "a prior that has it; pass a smaller size (--size)"
             )
-        return self._warm_start(public).releases(Release("gradients", self.steps, self.sampling_prob))
 
     def _facts(self, public: PublicFacts) -> dict[str, Any]:
         facts = self._warm_start(public).facts()
@@ -155,9 +164,7 @@ class GradientEstimation(Synthesizer):
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         generator = torch.Generator(self.torch_device).manual_seed(self.seed)
         views = self._views(public)
-        stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if any(stated.get(name) != fact for name, fact in self._facts(public).items()):
-            raise DataError("the file of a public network has changed since the run began; start again")
+        check_public_files(vault, self._facts(public))
         trainer = Trainer(self._new_network(public), ema=self.ema, warm_up=True)
         self.counts_, generated = self._warm_start(public).begin(vault, self._checkpoints)
         if generated is not None:
@@ -168,10 +175,8 @@ class GradientEstimation(Synthesizer):
     def _train(self, vault: GradientVault, views: NoisyViews, trainer: Trainer) -> None:
         """Train by DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
         expected = self.sampling_prob * float(self.counts_.sum())
-        on_gpu = self.torch_device.type == "cuda"
-        low = on_gpu and self.network == "score" and self.score_settings.objective == "denoising"
-        batch_size = equal_batches(expected, max(8, VIEWS_PER_BATCH // self.views)) if on_gpu else None
-        performance = Performance(batch_size=batch_size, precision=torch.bfloat16 if low else torch.float32)
+        low = self.network == "score" and self.score_settings.objective == "denoising"
+        performance = gradient_performance(self.torch_device, expected, VIEWS_PER_BATCH // self.views, low=low)
         for step in self._checkpoints.loop("network", self.steps, trainer=trainer):
             sums = vault.gradient(
                 trainer.network,

@@ -1,7 +1,7 @@
 """What painters with a prior share: the public networks, their releases, training by DP-SGD.
 
-A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py` asks it
-for images with the embeddings of a class; `curriculum_painter.py` teaches it the classes.
+A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py`
+conditions it on embeddings of a class; `curriculum_painter.py` teaches it the classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sfumato.data import DataError, PublicFacts
 from sfumato.engine import GradientVault, Performance
 from sfumato.features import load_perceptual
 from sfumato.features.embedding import ImageEmbedding
-from sfumato.methods.checkpoints import Checkpoints
+from sfumato.methods.checkpoints import Checkpoints, check_public_files
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.low_rank import add_low_rank, merge_low_rank
 from sfumato.nets.score import ScoreNetwork, denoising_loss
@@ -31,6 +31,7 @@ FEW = (".context.", ".scale_shift.bias", "norm", ".last.", ".entry.", ".shortcut
 FEW_LABELLED = (*FEW, ".scale_shift.weight")  # and of a network that learns classes
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
+PRACTICE = ("practice_steps", "practice_batch", "practice_rate", "practice_ema", "practice_centre", "strength")
 LEAST = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
 LARGE_SIDE, LARGE_POOL = 64, 8000  # pixels a side, above which no more images are drawn in a round: memory
 GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` for images up to that side
@@ -94,6 +95,13 @@ def gpu_sample_batch(shape: tuple[int, int, int]) -> int:
     return min(GPU_SAMPLE_BATCH, GPU_SAMPLE_BATCH * LARGE_SIDE**2 // (shape[1] * shape[2]))
 
 
+def gradient_performance(device: torch.device, expected: float, largest: int, *, low: bool = True) -> Performance:
+    """Return, on a GPU, equal batches of about `largest` images at most, and bfloat16 if `low`."""
+    if device.type != "cuda":
+        return Performance()
+    return Performance(equal_batches(expected, max(8, largest)), precision=torch.bfloat16 if low else torch.float32)
+
+
 class PriorPainter(ABC):
     """A prior for one data set: its releases, its adaptation, its samples.
 
@@ -153,11 +161,21 @@ class PriorPainter(ABC):
         facts = {"prior": self.prior.facts}
         return facts if self.encoder is None else {**facts, "encoder": self.encoder.facts}
 
+    def in_use(self) -> dict[str, tuple[Any, str] | None]:
+        """Return the settings that a method with this painter uses otherwise; see `Parameterized._in_use`."""
+        private = ("bound", "views", "learning_rate", "ema", "rank", "level_centre")
+        unused = (*self.unused(), *(private if not self.steps else ("rank",) if self.tune != "low-rank" else ()))
+        without = () if self.steps else ("sampling_prob",)
+        pool = (self.settings.pool, f"at most {LARGE_POOL} above {LARGE_SIDE} pixels a side")
+        return {"adaptation.pool": pool, **dict.fromkeys((*without, *(f"adaptation.{name}" for name in unused)))}
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the fields of `PainterTraining` that this painter does not use."""
+        return PRACTICE if not self.settings.rounds else ()
+
     def check_unchanged(self, vault: GradientVault) -> None:
         """Raise `DataError` if a public file differs from the one that the ledger names."""
-        stated = (vault.ledger.opening or {}).get("public_facts", {})
-        if any(name in stated and stated[name] != fact for name, fact in self.facts().items()):
-            raise DataError("the file of a public network has changed since the run began; start again")
+        check_public_files(vault, self.facts())
 
     # -- adaptation ---------------------------------------------------------------------------------------
 
@@ -243,9 +261,7 @@ class PriorPainter(ABC):
             for name, parameter in network.named_parameters():
                 parameter.requires_grad_(any(part in name for part in loss.few))
         trainer = Trainer(network, ema=settings.ema, betas=(0.9, 0.99), warm_up=True)
-        on_gpu = self.device.type == "cuda"
-        batch_size = equal_batches(expected, max(8, VIEWS_PER_BATCH // settings.views)) if on_gpu else None
-        performance = Performance(batch_size=batch_size, precision=torch.bfloat16 if on_gpu else torch.float32)
+        performance = gradient_performance(self.device, expected, VIEWS_PER_BATCH // settings.views)
         for step in checkpoints.loop("gradients", self.steps, trainer=trainer):
             sums = vault.gradient(
                 network,

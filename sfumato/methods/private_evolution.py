@@ -41,7 +41,7 @@ from sfumato.features.embedding import ImageEmbedding
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.painter_choice import painter_for
-from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
+from sfumato.methods.prior_painter import CPU_TRAINING, PRACTICE, PainterTraining, PriorPainter, gpu_sample_batch
 from sfumato.nets.training import state_below
 from sfumato.privacy import Release
 
@@ -81,7 +81,7 @@ class PrivateEvolution(Synthesizer):
     - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
     - rounds: int, 10; number of generations, each with one vote.
     - candidates: int, 100; generated images of each class in a generation. Fewer get more votes each.
-    - adapt: bool, False; adapt the prior by noisy moments and gradients before the votes.
+    - adapt: bool, False; fine-tune the prior by noisy moments and gradients before the votes.
     - adapt_share: float, 0.5; part of the budget for that.
     - steps: int, 50; number of private gradients of `adapt`; 0: moments only.
 
@@ -128,6 +128,11 @@ class PrivateEvolution(Synthesizer):
         needed = math.ceil(self._resolved(public).evolution.threshold * noise)
         note = f"a candidate must be nearest to more than {needed} private images of its class to be chosen reliably"
         return [*PriorPainter.notes(painter), note]
+
+    def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
+        adapting = ("adapt_share", "steps", "adaptation.rounds", *(f"adaptation.{name}" for name in PRACTICE))
+        without = () if self.adapt else adapting
+        return self._painter(public).in_use() | dict.fromkeys(("adaptation.tries", *without))
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         votes = Release("votes", self.rounds, nonnegative=True)

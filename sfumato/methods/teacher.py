@@ -1,9 +1,9 @@
 """The teacher: a linear classifier trained by noisy gradients, on features that no private image has shaped.
 
 Features: wavelet scattering coefficients (or an autoencoder's latents), the maps of a small CNN trained to classify
-*generated* images, and a public encoder if one is named; of all of these the principal components among generated
-images, with the smaller ones enlarged. So a gradient has few entries that noise falls on, and all directions converge
-at about the same speed.
+*generated* images, and the maps of a public encoder if one is named. The classifier sees partially whitened principal
+components of all these features, computed on generated images. So a gradient has few entries that receive noise, and
+all directions converge at about the same speed.
 
 Released: `steps` noisy sums over all images of the per-example gradients of the cross-entropy, clipped to `bound`.
 """
@@ -31,13 +31,14 @@ from sfumato.features.unit_norm import (
 )
 from sfumato.methods.checkpoints import Checkpoints
 from sfumato.nets.training import state_below
+from sfumato.privacy import Plan
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 MOMENTUM = 0.9
 ROWS_PER_BATCH = 512  # of a gradient: the margin for rounding grows with it
 IMAGES_PER_BATCH = 250  # of the feature networks, which keep megabytes of each image
 ENCODER_SIDE = 128  # pixels to which images are enlarged for a public encoder
-LOW_NOISE_THRESHOLD = 3e-5  # noise of all gradients together, per image; below it: more steps and components
+LOW_NOISE_THRESHOLD = 3e-5  # noise of all gradients together, per image: below it more steps and components
 FEW_STEPS, MANY_STEPS = 60, 200
 FEW_COMPONENTS, MANY_COMPONENTS = 500, 1500
 RATE_THRESHOLD = 6e-3  # of noise per image times steps; above it the learning rate is lower
@@ -47,23 +48,36 @@ RATE_THRESHOLD = 6e-3  # of noise per image times steps; above it the learning r
 class TeacherSettings:
     """Settings of the teacher.
 
-    - steps: number of noisy gradients; 0: chosen by the noise. bound: clipping norm. rate: learning rate.
+    - steps: number of noisy gradients. components: number of principal components. 0: chosen by the noise.
+    - bound: clipping norm. rate: learning rate, at most; lower where the noise is high.
     - cnn_images: generated images that the CNN is trained on.
     """
 
     steps: int = 0
+    components: int = 0
     bound: float = 0.5
-    rate: float = 60.0
+    rate: float = 60.0  # large: rows have norm one over hundreds of components, so the loss is flat along each
     cnn_images: int = 12_000
 
-    def planned_steps(self, noise_per_image: float, share: float) -> int:
-        """Return the number of gradients, from public facts: more where the noise is low."""
-        if self.steps:
-            return self.steps
-        return MANY_STEPS if noise_per_image < LOW_NOISE_THRESHOLD * math.sqrt(share) else FEW_STEPS
+    # `noise` below: of all gradients together, per image.
+
+    def planned_steps(self, noise: float) -> int:
+        return self.steps or (MANY_STEPS if noise < LOW_NOISE_THRESHOLD else FEW_STEPS)
+
+    def planned_components(self, noise: float) -> int:
+        return self.components or (MANY_COMPONENTS if noise < LOW_NOISE_THRESHOLD else FEW_COMPONENTS)
+
+    def planned_rate(self, noise: float, steps: int) -> float:
+        return self.rate * (min(1.0, RATE_THRESHOLD / (noise * steps)) if noise > 0 else 1.0)
 
 
-class Teacher(nn.Module):
+class Classifier(nn.Module):
+    def predict(self, images: torch.Tensor, batch: int) -> torch.Tensor:
+        """Return the most likely class of each image."""
+        return torch.cat([self(part).argmax(1) for part in images.split(batch)])
+
+
+class Teacher(Classifier):
     """A linear classifier on several feature vectors of norm at most one.
 
     - shape: of images (or latents). cnn: features of a CNN trained on generated images. encoder: name of a public
@@ -94,10 +108,6 @@ class Teacher(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.features(images), self.weight, self.bias)
 
-    def predict(self, images: torch.Tensor, batch: int) -> torch.Tensor:
-        """Return the most likely class of each image."""
-        return torch.cat([self(part).argmax(1) for part in images.split(batch)])
-
 
 def prepare_teacher(
     generate: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
@@ -114,30 +124,21 @@ def prepare_teacher(
     - generate: draws images (or latents) of labels. labels: of the generated images.
     - components: how many. build: a teacher with that CNN. batch: images in a forward.
     """
-    made: list[tuple[Teacher, Components]] = []
-
-    def make() -> dict[str, torch.Tensor]:
-        generator = torch.Generator(labels.device).manual_seed(seed)
-        images = generate(labels, generator)
-        teacher = build(CNNFeatures(images, labels, classes, generator))
-        rows = torch.cat([teacher.features(part) for part in images.split(batch)])
-        found = Components.of(rows, components, seed)
-        made.append((teacher, found))
-        cnn = {f"cnn.{name}": value for name, value in teacher.cnn.state_dict().items()}
-        return {"centre": found.centre, "axes": found.axes, "shape": torch.tensor(images.shape[1:]), **cnn}
-
-    saved = checkpoints.once("components", make)
-    if not made:
+    saved = checkpoints.saved("components")
+    if saved is not None:
         channels, height, width = (int(side) for side in saved["shape"])
         cnn = untrained_cnn_features((channels, height, width), classes).to(labels.device)
         cnn.load_state_dict(state_below(saved, "cnn."))
-        made.append((build(cnn), Components(saved["centre"].to(labels.device), saved["axes"].to(labels.device))))
-    return made[0]
-
-
-def components_for(vault: GradientVault, images: float) -> int:
-    """Return the number of components: more where the noise of all gradients together is low."""
-    return MANY_COMPONENTS if _noise(vault, images) < LOW_NOISE_THRESHOLD else FEW_COMPONENTS
+        return build(cnn), Components(saved["centre"].to(labels.device), saved["axes"].to(labels.device))
+    generator = torch.Generator(labels.device).manual_seed(seed)
+    images = generate(labels, generator)
+    teacher = build(CNNFeatures(images, labels, classes, generator))
+    rows = torch.cat([teacher.features(part) for part in images.split(batch)])
+    found = Components.of(rows, components, seed)
+    state = {f"cnn.{name}": value for name, value in teacher.cnn.state_dict().items()}
+    state |= {"centre": found.centre, "axes": found.axes, "shape": torch.tensor(images.shape[1:])}
+    checkpoints.keep("components", state)
+    return teacher, found
 
 
 def train_teacher(
@@ -145,17 +146,17 @@ def train_teacher(
     teacher: Teacher,
     components: Components,
     settings: TeacherSettings,
-    images: float,
+    image_count: float,
     checkpoints: Checkpoints,
 ) -> None:
-    """Train by full-batch gradient descent with momentum, each gradient a noisy sum. `images`: how many there are."""
+    """Train by full-batch gradient descent with momentum, each gradient a noisy sum over `image_count` images."""
     projected = vault.map(lambda batch: components(teacher.features(batch)))
-    weight = _descend(projected, components.axes.shape[1], len(teacher.bias), settings, images, checkpoints)
+    weight = _descend(projected, components.axes.shape[1], len(teacher.bias), settings, image_count, checkpoints)
     teacher.weight.copy_(weight @ components.axes.T)
     teacher.bias.copy_(-teacher.weight @ components.centre)
 
 
-class EmbeddingTeacher(nn.Module):
+class EmbeddingTeacher(Classifier):
     """A linear classifier on an embedding of images, for methods with a prior."""
 
     def __init__(self, embedding: ImageEmbedding, classes: int) -> None:
@@ -171,15 +172,12 @@ class EmbeddingTeacher(nn.Module):
         """Return the logits of rows of the embedding."""
         return functional.linear(rows, self.weight)
 
-    def predict(self, images: torch.Tensor, batch: int) -> torch.Tensor:
-        """Return the most likely class of each image."""
-        return torch.cat([self(part).argmax(1) for part in images.split(batch)])
-
     def train_on(
-        self, embedded: GradientVault, settings: TeacherSettings, images: float, checkpoints: Checkpoints
+        self, embedded: GradientVault, settings: TeacherSettings, image_count: float, checkpoints: Checkpoints
     ) -> None:
-        """Train on a vault of embedded images. `images`: how many there are."""
-        self.weight.copy_(_descend(embedded, self.weight.shape[1], len(self.weight), settings, images, checkpoints))
+        """Train on a vault of `image_count` embedded images."""
+        classes, width = self.weight.shape
+        self.weight.copy_(_descend(embedded, width, classes, settings, image_count, checkpoints))
 
 
 def _descend(
@@ -187,15 +185,15 @@ def _descend(
     width: int,
     classes: int,
     settings: TeacherSettings,
-    images: float,
+    image_count: float,
     checkpoints: Checkpoints,
 ) -> torch.Tensor:
     """Return the weights [classes, width] of full-batch gradient descent with momentum on noisy gradients."""
-    times, noise = projected.plan["teacher"].times, _noise(projected, images)
+    times = projected.plan["teacher"].times
     linear = nn.utils.skip_init(nn.Linear, width, classes, bias=False)
     nn.init.zeros_(linear.to(projected.device).weight)
     velocity = torch.zeros_like(linear.weight)
-    rate = settings.rate * (min(1.0, RATE_THRESHOLD / (noise * times)) if noise > 0 else 1.0)
+    rate = settings.planned_rate(gradient_noise(projected.plan, image_count), times)
     for _ in checkpoints.loop("teacher", times, linear=linear, velocity=velocity):
         sums = projected.gradient(
             linear,
@@ -205,7 +203,7 @@ def _descend(
             with_labels=True,
             performance=Performance(batch_size=ROWS_PER_BATCH),
         )
-        velocity.mul_(MOMENTUM).add_(sums["weight"] / images)
+        velocity.mul_(MOMENTUM).add_(sums["weight"] / image_count)
         with torch.no_grad():
             linear.weight -= rate * velocity
     weight: torch.Tensor = linear.weight.detach()
@@ -216,6 +214,6 @@ def cross_entropy_per_example(model: nn.Module, rows: torch.Tensor, labels: torc
     return functional.cross_entropy(model(rows), labels, reduction="none")
 
 
-def _noise(vault: GradientVault, images: float) -> float:
+def gradient_noise(plan: Plan, image_count: float) -> float:
     """Return the noise of all the teacher's gradients together, per image."""
-    return vault.plan["teacher"].noise / (math.sqrt(vault.plan["teacher"].times) * images)
+    return plan["teacher"].noise / (math.sqrt(plan["teacher"].times) * image_count)

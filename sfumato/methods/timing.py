@@ -44,7 +44,7 @@ def estimate_time(model: Synthesizer, public: PublicFacts, images: int) -> Estim
         stopwatch.reset(token)
     rest = time.perf_counter() - start - watch.measured
     start = time.perf_counter()
-    most = model.max_samples(public) or PROBE_SAMPLES
-    model.sample(min(PROBE_SAMPLES, most))
+    count = min(PROBE_SAMPLES, model.max_samples(public) or PROBE_SAMPLES)
+    model.sample(count)
     drawn = (time.perf_counter() - start) * min(10_000, model.max_samples(public) or 10_000)
-    return Estimate(watch.expected + rest * images / number, drawn / min(PROBE_SAMPLES, most))
+    return Estimate(watch.expected + rest * images / number, drawn / count)

@@ -261,3 +261,9 @@ class NamedCheckpoints:
 
     def once(self, name: str, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return self._checkpoints.once(self._prefix + name, make)
+
+    def saved(self, name: str) -> dict[str, torch.Tensor] | None:
+        return self._checkpoints.saved(self._prefix + name)
+
+    def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        self._checkpoints.keep(self._prefix + name, tensors)

@@ -97,31 +97,14 @@ def train_prior(
       default: in this process. The prior is the same up to rounding.
     """
     target, place = Path(folder), torch.device(device)
-    channels, height, width = images.shape
-    _check_size(height, width, autoencoder)
-    if len(images) < MIN_IMAGES:
-        raise DataError(
-            f"a prior needs at least {MIN_IMAGES} images, and should have thousands; there are {len(images)}"
-        )
-    if (target / FILE).exists():
-        raise DataError(f"{target} holds a finished prior; choose another folder")
-    if (target / CHECKPOINT).exists() and not resume:
-        raise DataError(
-            f"{target} holds an interrupted training; continue it with resume (--resume) or use another folder"
-        )
+    _check_images(images, autoencoder)
+    _check_folder(target, resume)
+    channels, height, _ = images.shape
     classes = len(images.classes) if images.labels is not None else 1
-    network_shape = settings.widths, settings.context, settings.attention
-    card = PriorCard(
-        name, channels, height, classes, *network_shape, trained_on, licence, encoder, autoencoder=autoencoder
-    )
+    shape = settings.widths, settings.context, settings.attention
+    card = PriorCard(name, channels, height, classes, *shape, trained_on, licence, encoder, autoencoder=autoencoder)
     if start is not None:
-        if not alike(card, start.card):
-            raise DataError(
-                f"the prior {start.card.name} has a network of other channels, widths, context or attention, or "
-                "another autoencoder"
-            )
-        trained_on, licence = joined_words(trained_on, start.card.trained_on), joined_words(licence, start.card.licence)
-        card = replace(card, trained_on=trained_on, licence=licence)
+        card = _continued(card, start)
     network_of_embedding = card.load_encoder(place)
     if network_of_embedding is not None:
         card = replace(card, encoder_sha256=network_of_embedding.sha256)
@@ -159,7 +142,28 @@ def train_prior(
     return load_prior(target)
 
 
-def _check_size(height: int, width: int, autoencoder: str) -> None:
+def _continued(card: PriorCard, start: Prior) -> PriorCard:
+    """Return the card of a prior that continues another one's training."""
+    if not alike(card, start.card):
+        raise DataError(
+            f"the prior {start.card.name} has a network of other channels, widths, context or attention, or another "
+            "autoencoder"
+        )
+    trained_on = joined_words(card.trained_on, start.card.trained_on)
+    return replace(card, trained_on=trained_on, licence=joined_words(card.licence, start.card.licence))
+
+
+def _check_folder(target: Path, resume: bool) -> None:
+    if (target / FILE).exists():
+        raise DataError(f"{target} holds a finished prior; choose another folder")
+    if (target / CHECKPOINT).exists() and not resume:
+        raise DataError(
+            f"{target} holds an interrupted training; continue it with resume (--resume) or use another folder"
+        )
+
+
+def _check_images(images: ImageSet, autoencoder: str) -> None:
+    _, height, width = images.shape
     if autoencoder not in ("", *NAMES):
         raise DataError(f"there is no autoencoder {autoencoder!r}; available: {', '.join(NAMES)}")
     low, high = (LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
@@ -168,6 +172,10 @@ def _check_size(height: int, width: int, autoencoder: str) -> None:
         kind = f"a prior with the autoencoder {autoencoder}" if autoencoder else "a prior"
         raise DataError(
             f"{kind} needs square images of {low} to {high} pixels, not {height} × {width}; pass a size{hint}"
+        )
+    if len(images) < MIN_IMAGES:
+        raise DataError(
+            f"a prior needs at least {MIN_IMAGES} images, and should have thousands; there are {len(images)}"
         )
 
 

@@ -313,16 +313,16 @@ class Vault(PrivateRecords):
             known = self._cache[name] = parts, key, make()
         return known[2]
 
-    def _take(self, records: Any, most: int) -> None:
+    def _take(self, records: Any, max_images: int) -> None:
         """Take the records. Guarantee: each is in one class, and belongs to one unit of the planned kind."""
         images, persons = records.images.detach(), getattr(records, "persons", None)
         self._images = images.to(self.device) if images.nbytes <= MAX_RESIDENT_BYTES else images
         self._labels = check_labels(records.labels, len(images), len(self.classes))
         if self.plan.budget.unit == "image":
-            persons, most = None, 1
-        elif persons is None or persons.shape != (len(images),) or type(most) is not int or most < 1:
+            persons, max_images = None, 1
+        elif persons is None or persons.shape != (len(images),) or type(max_images) is not int or max_images < 1:
             raise ValueError("the unit is a person: give persons, one number per image, and max_per_person >= 1")
-        self._set_units(persons, most)
+        self._set_units(persons, max_images)
 
     def _open_ledger(self, facts: dict[str, Any]) -> None:
         """Write the first line. Guarantee: raises if a resumed ledger was opened for another plan or other facts."""

@@ -89,10 +89,13 @@ def test_every_certified_method_stays_below_its_epsilon(key: str, epsilon: float
 
 
 def test_gradients_of_the_worst_case_are_as_long_as_the_bound() -> None:
-    """A real image's gradient may be short; the canary's is stretched, and then clipped by the vault."""
+    """A real image's gradient may be short; the canary's is stretched, and then clipped by the vault.
+
+    Little noise: much of it can drive the weights to where the canary's gradient is zero.
+    """
     lengths = {}
     for kind in ("outlier", "worst-case"):
-        pairs = zip(*exact_sums(small(SmallClassifier, epsilon=1.0), neighbours(kind), seed=0), strict=True)
+        pairs = zip(*exact_sums(small(SmallClassifier, epsilon=100.0), neighbours(kind), seed=0), strict=True)
         lengths[kind] = [float((a.exact - b.exact).norm()) / a.sensitivity for a, b in pairs]
     assert lengths["worst-case"] == pytest.approx([1.0] * 50, abs=2e-3)
     assert min(lengths["outlier"]) < 0.9

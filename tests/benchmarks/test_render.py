@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,9 @@ def test_result_files_have_the_form(path: Path) -> None:
         pytest.skip("a record of trials")
     content = load(path.stem)
     assert content.keys() >= {*HEAD, "rows"}
+    commits = [content["commit"]] if content["commit"] else content["added_by"]
+    assert commits
+    assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
     assert all({"job", "measured"} <= row.keys() for row in content["rows"])
     assert str(Path.home()) not in json.dumps(content)
 

@@ -16,7 +16,7 @@ from sfumato.methods import METHODS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-SHORT = [ROOT / "README.md", *sorted((DOCS / "methods").glob("*.md"))]
+SHORT = [ROOT / "README.md", DOCS / "priors.md", *sorted((DOCS / "methods").glob("*.md"))]
 MAX_WORDS = 900
 GENERATED = re.compile(r"<!-- BEGIN (\w+) ([\w-]+) -->.*?<!-- END \1 \2 -->", re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")

@@ -6,6 +6,7 @@ one epoch. A block after `<!-- not tested: reason -->` is left out.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
@@ -188,3 +189,26 @@ def test_a_block_is_left_out_with_a_reason_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- not tested: needs a GPU -->\n\n```python\n1 / 0\n```\n\n```python\n1 / 1\n```\n")
     assert [block.code for block in blocks(page)] == ["1 / 1\n"]
+
+
+BENCHMARK = re.compile(r"python -m benchmarks ([\w-]+)")
+
+
+def unknown_benchmarks(text: str, known: set[str]) -> list[str]:
+    """Return the names after `python -m benchmarks` that are no table, command, option or placeholder."""
+    names = BENCHMARK.findall(text)
+    return [
+        name
+        for name in names
+        if name not in known and not name.startswith("-") and not name.removeprefix("speed-").isupper()
+    ]
+
+
+def test_every_benchmark_that_a_page_names_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)  # the benchmarks are not installed
+    front = importlib.import_module("benchmarks.__main__")
+    known = {*front.tables(), *front.COMMANDS, "list", "all", "render", "merge"}
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        assert not unknown_benchmarks(page.read_text("utf-8"), known), page.name
+    assert unknown_benchmarks("`python -m benchmarks encoders`", known) == ["encoders"]
+    assert not unknown_benchmarks("`python -m benchmarks TABLE`, `python -m benchmarks --help`", known)

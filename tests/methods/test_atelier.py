@@ -104,6 +104,28 @@ def test_the_high_noise_preset_applies_by_public_facts_and_never_to_what_was_giv
     assert model.certificate_.parameters["steps"] == QUICK["steps"]
 
 
+def test_the_plan_lists_the_settings_that_are_used_and_why() -> None:
+    public = PublicFacts((1, 28, 28), tuple("abcdefghij"), labelled=True, sizes=(3_000,) * 10)
+
+    def listed(model: Atelier) -> dict[str, tuple[object, str]]:
+        return {each.name: (each.value, each.source) for each in model.settings(public)}
+
+    found = listed(Atelier(epsilon=1.0, device="cpu"))
+    rate, source = found["teacher.rate"]
+    assert isinstance(rate, float)
+    assert 0 < rate < 60
+    assert source == "default 60, by the noise of 30,000 images"
+    assert found["teacher.components"] == (500, "default 0, by the noise of 30,000 images")
+    assert found["painter.common_share"] == (0.0, "default 0.5, less noise than common_threshold")
+    assert listed(Atelier(epsilon=0.2, device="cpu"))["painter.common_share"] == (0.5, "default")
+    assert not [name for name in found if name.startswith("adaptation.") or name == "sampling_prob"]
+    assert listed(Atelier(epsilon=100.0, device="cpu"))["teacher.components"][0] == 1500
+    with_prior = listed(Atelier(prior="random-process", variety=0.5, device="cpu"))
+    assert with_prior["variety"] == (0.5, "given, not used")
+    assert "adaptation.levels" in with_prior
+    assert not [name for name in with_prior if name.startswith(("painter.", "generator."))]
+
+
 def test_the_teacher_learns_the_private_classes(fitted: Atelier, few_digits: ImageSet) -> None:
     """The painter has hardly begun, so what the teacher knows it has from its own releases."""
     assert few_digits.labels is not None

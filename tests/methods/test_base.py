@@ -16,6 +16,7 @@ from sfumato.data import DataError, ImageSet
 from sfumato.engine import GradientVault
 from sfumato.methods.base import NotFittedError, Synthesizer
 from sfumato.methods.class_counts import allocate
+from sfumato.methods.parameters import list_settings
 from sfumato.methods.registry import METHODS, create
 from sfumato.privacy import BudgetExceeded
 
@@ -127,6 +128,21 @@ def test_presets_apply_by_device_and_by_what_is_given(few_digits: ImageSet) -> N
     assert settings("pge")["warm"] == "dp-merf"
     assert settings("pge", autoencoder="taef2")["warm"] == "none"
     assert settings("pge-as-published")["warm"] == "none"
+
+
+@pytest.mark.parametrize("key", sorted(METHODS))
+def test_what_a_plan_says_of_settings_names_settings(few_digits: ImageSet, key: str) -> None:
+    public = replace(few_digits.public(), shape=(1, 28, 28))
+    given = {"epsilon": math.inf} if key == "dm" else {}
+    start = {"prior": "random-process"} if "prior" in create(key).get_params() else {}
+    models = [create(key, **given, **start)]
+    for name in ("auto", *METHODS[key].presets):
+        models.append(create(key, **given, **(start if name.startswith("prior") else {}), preset=name))
+    for model in models:
+        listed = {each.name for each in list_settings(model, frozenset(), {})}
+        known = listed | {name.partition(".")[0] for name in listed}
+        assert model._resolved(public)._in_use(public).keys() <= known
+        assert {each.name for each in model.settings(public)} <= listed
 
 
 def test_the_class_and_the_registry_give_the_same_model() -> None:

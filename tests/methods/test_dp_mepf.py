@@ -224,7 +224,7 @@ def test_large_images_are_refused_before_anything_is_spent() -> None:
 def test_the_shift_of_the_loss_stays_within_its_bounds() -> None:
     """Gaussian noise on a vector, many times; the difference of means as far away as it can be."""
     noise, coordinates = 0.005, 400
-    expected, anyhow, at_best = shift_bounds(noise, coordinates, 1)
+    expected, at_worst, at_best = shift_bounds(noise, coordinates, 1)
     generator = torch.Generator().manual_seed(0)
     away = torch.zeros(coordinates)
     away[0], away[1] = 1, -1
@@ -233,7 +233,7 @@ def test_the_shift_of_the_loss_stays_within_its_bounds() -> None:
     assert 0.5 * expected < shift.mean() < expected
     size = draws.norm(dim=1)
     worst = 2 * (size.square() + 2 * math.sqrt(2) * size)  # of the proof: both ends of a sphere
-    assert (worst <= anyhow).float().mean() >= CONFIDENCE
+    assert (worst <= at_worst).float().mean() >= CONFIDENCE
     assert ((6 + 2 * math.sqrt(2)) * size.square() <= at_best).float().mean() >= CONFIDENCE
     assert shift_bounds(0.0, coordinates, 1) == (0, 0, 0)
     assert shift_bounds(1.0, coordinates, 2)[1:] == (4, 4)  # no generator is worse

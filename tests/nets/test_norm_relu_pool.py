@@ -23,7 +23,8 @@ def test_equals_separate_operations(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.skipif(kernels is None or not torch.cuda.is_available(), reason="needs a GPU with Triton")
+@pytest.mark.gpu
+@pytest.mark.skipif(kernels is None, reason="needs Triton")
 @pytest.mark.parametrize("shape", [(3, 5, 8, 8), (2, 3, 6, 10), (50, 128, 32, 32)])
 def test_kernels_equal_separate_operations(shape: tuple[int, ...]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)

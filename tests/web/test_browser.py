@@ -45,7 +45,7 @@ class Server:
     def stop(self) -> str:
         """Stop the server as Ctrl-C does, and return the rest of what it printed."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.communicate(timeout=30)[0]
+        return self.process.communicate(timeout=1800)[0]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def driver(tmp_path: Path) -> Iterator[Any]:
     found.quit()
 
 
-def wait(condition: Callable[[], Any], seconds: float = 120) -> Any:
+def wait(condition: Callable[[], Any], seconds: float = 1800) -> Any:
     """Wait until a condition holds; generous, because the machine may be busy."""
     from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 

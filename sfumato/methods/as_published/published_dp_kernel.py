@@ -20,7 +20,6 @@ from sfumato.nets.training import warm_cosine
 from sfumato.privacy import Release
 
 BANDWIDTHS = (1.0, 2.0, 4.0, 8.0, 16.0)
-BATCH = 60
 LEAK = (
     "the noise never reaches the gradient: training differentiates the exact mean of k(x, .), of which only values are "
     "noised. The update's direction is that of the un-noised gradient, at every noise level; no finite epsilon holds"
@@ -43,6 +42,7 @@ class PublishedKernelGenerator(GeneratorMethod):
 
     steps: int = 4500
     learning_rate: float = 5e-3
+    batch_size: int = constant(60)  # expected, of a Poisson sample; and generated images of each class
     ema: float = constant(0.99)
 
     @property
@@ -58,12 +58,13 @@ class PublishedKernelGenerator(GeneratorMethod):
         device = self.torch_device
         generator = torch.Generator(device).manual_seed(self.seed)
         network = self._new_generator(public)
-        training = GeneratorTraining(network, public, generator, each=BATCH, ema=self.ema, latent=self.generator.latent)
+        latent_size, each = self.generator.latent, self.batch_size
+        training = GeneratorTraining(network, public, generator, each=each, ema=self.ema, latent=latent_size)
         self.counts_ = torch.ones(len(public.classes), device=device)
         images, labels = vault.unprotected(f"as published: {LEAK}")
         pixels = to_unit_range(images)
         labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        q = min(1.0, BATCH / max(len(images), 1))
+        q = min(1.0, each / max(len(images), 1))
         noise = 0.0
         if self._budget().private:
             noise = calibrate([Release("claimed", self.steps, q)], self._budget()).releases[0].noise
@@ -71,11 +72,11 @@ class PublishedKernelGenerator(GeneratorMethod):
             chosen = (torch.rand(len(images), generator=generator, device=device) < q).nonzero()[:, 0]
             if len(chosen) < 2:
                 continue
-            real, kinds = pixels[chosen.to(pixels.device)].to(device), labels[chosen.to(labels.device)].to(device)
-            latent = torch.randn(len(real), self.generator.latent, generator=generator, device=device)
-            fake = training.network(latent, kinds)
+            real, given = pixels[chosen.to(pixels.device)].to(device), labels[chosen.to(labels.device)].to(device)
+            latent = torch.randn(len(real), latent_size, generator=generator, device=device)
+            fake = training.network(latent, given)
             training.trainer.set_rate(self.learning_rate * warm_cosine(step, self.steps))
-            training.trainer.descend(published_loss(real, kinds, fake, kinds, noise, generator))
+            training.trainer.descend(published_loss(real, given, fake, given, noise, generator))
         self.generator_ = training.averaged()
 
 

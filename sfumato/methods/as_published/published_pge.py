@@ -22,11 +22,11 @@ from sfumato.nets.score import ScoreNetwork, sliced_loss
 from sfumato.nets.training import Trainer, warm_cosine
 from sfumato.privacy import Release
 
-BATCH = 256
 LEAK = (
-    "randomised response is applied to projection vectors, which do not depend on the data; the exact image stands in "
-    "both terms of the loss, its gradient unbounded. Given the vectors a step has finitely many outcomes, those of "
-    "neighbouring batches are disjoint, and nothing is composed over steps; no finite epsilon holds"
+    "randomised response is applied to projection vectors, which do not depend on the data; the exact image is in both "
+    "terms of the loss, whose gradient has no bound. Given the projection vectors, a step has finitely many outcomes, "
+    "and those of neighbouring batches do not overlap. So no finite epsilon holds. The paper also does not compose "
+    "over steps."
 )
 
 
@@ -45,6 +45,7 @@ class PublishedGradientEstimation(GradientEstimation):
 
     steps: int = 2000
     warm: WarmMethod = "none"
+    batch_size: int = constant(256)
     learning_rate: float = constant(1e-3)
     nearest: int = constant(10)  # k of the randomised response
 
@@ -66,27 +67,27 @@ class PublishedGradientEstimation(GradientEstimation):
         return ["cpu"] if self.torch_device.type == "cpu" else []
 
     def _releases(self, public: PublicFacts) -> list[Release]:
-        super()._releases(public)  # checks the size
+        self._check_size(public)
         return []
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
-        device, views = self.torch_device, self._views(public, slices=False)
+        device, views = self.torch_device, self._views(public, slices=False)  # the loss is given other vectors
         generator = torch.Generator(device).manual_seed(self.seed)
         trainer = Trainer(self._new_network(public), ema=self.ema, warm_up=True)
         self.counts_ = torch.ones(len(public.classes), device=device)
-        images, labels = vault.unprotected(f"as published: {LEAK}")
-        labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        size = min(BATCH, len(images))
+        images, all_labels = vault.unprotected(f"as published: {LEAK}")
+        all_labels = torch.zeros(len(images), dtype=torch.int64) if all_labels is None else all_labels
+        size = min(self.batch_size, len(images))
         gradients = LossGradient(PublishedLoss(views), cast(ScoreNetwork, trainer.network))
         for step in self._checkpoints.loop("network", self.steps, trainer=trainer, generator=generator):
             chosen = torch.randint(len(images), (size,), generator=generator, device=device)
             batch = to_unit_range(images[chosen.to(images.device)].to(device))
-            kinds = labels[chosen.to(labels.device)].to(device)
+            labels = all_labels[chosen.to(all_labels.device)].to(device)
             normals = torch.randn(size, views.draws, generator=generator, device=device)
             slices = torch.randn(size, views.dimension, generator=generator, device=device)
-            answers = randomised_response(slices, self.epsilon, self.nearest, generator)
+            response_index = randomised_response(slices, self.epsilon, self.nearest, generator)
             trainer.set_rate(self.learning_rate * warm_cosine(step, self.steps))
-            trainer.step(gradients(views.rows(batch), kinds, normals, slices, slices[answers]))
+            trainer.step(gradients(views.rows(batch), labels, normals, slices, slices[response_index]))
         self.network_ = cast(ScoreNetwork, trainer.average.eval())
 
 
@@ -103,10 +104,10 @@ class PublishedLoss:
         labels: torch.Tensor,
         normals: torch.Tensor,
         slices: torch.Tensor,
-        answers: torch.Tensor,
+        responses: torch.Tensor,
     ) -> torch.Tensor:
         images, noise, levels, _, code = self._views.split(rows, normals)
-        v, r = (some.unflatten(1, self._views.shape) for some in (slices, answers))
+        v, r = (some.unflatten(1, self._views.shape) for some in (slices, responses))
         noisy = images + levels.view(-1, 1, 1, 1) * noise
         return sliced_loss(network, noisy, r, levels, labels, code, projected=v)
 

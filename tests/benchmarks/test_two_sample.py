@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from sfumato.evaluate.two_sample import bai_saranadasa
+from benchmarks.two_sample import bai_saranadasa
 
 REPEATS = 400
 
