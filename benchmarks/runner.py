@@ -29,6 +29,7 @@ import sfumato as sf
 from benchmarks.measures import Fitted, key_of, measure
 from benchmarks.store import ROOT, Row, append, load, number
 from sfumato.data import ImageSet, contact_sheet
+from sfumato.data.named import named_sets
 
 MAX_IMAGES = 60_000  # generated
 
@@ -150,9 +151,15 @@ def only(wanted: Wanted, names: list[str]) -> Wanted:
     return {sample: kept for sample, some in wanted.items() if (kept := tuple(name for name in some if name in names))}
 
 
+def source_of(data: str, folder: Path) -> str:
+    """Return a known data set by its name, which also gives its classes; any other by its file in the folder."""
+    known = data in {each.name for each in named_sets()}
+    return data if known or not (folder / f"{data}.npz").exists() else str(folder / f"{data}.npz")
+
+
 def load_sets(job: Job, folder: Path) -> Sets:
     """Return training and test images."""
-    source = str(folder / f"{job.data}.npz") if (folder / f"{job.data}.npz").exists() else job.data
+    source = source_of(job.data, folder)
     sets = sf.load_images(source), sf.load_images(source, split="test")
     return job.prepare(*sets) if job.prepare else sets
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 import sfumato as sf
-from benchmarks.runner import about_run, timed
+from benchmarks.runner import about_run, source_of, timed
 from benchmarks.store import RESULTS, append
 from sfumato.data import ImageSet
 from sfumato.evaluate.utility import aligned
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def sets(data: str, folder: Path) -> tuple[ImageSet, ImageSet]:
-    source = str(folder / f"{data}.npz") if (folder / f"{data}.npz").exists() else data
+    source = source_of(data, folder)
     images = sf.load_images(source, mode="rgb")
     return images, aligned(sf.load_images(source, mode="rgb", split="test"), images)
 

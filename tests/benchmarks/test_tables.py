@@ -10,7 +10,7 @@ import pytest
 
 import sfumato as sf
 from benchmarks.__main__ import tables
-from benchmarks.runner import Job, Sample, missing, module_of, only
+from benchmarks.runner import Job, Sample, missing, module_of, only, source_of
 from benchmarks.store import append, load, merge, values
 
 TABLES = [name for name in tables() if not name.startswith("speed-")]
@@ -129,3 +129,11 @@ def test_speeds_of_two_devices_are_two_rows(tmp_path: Path) -> None:
         append("speed-t", [speed], {**HEAD, "device": device}, tmp_path / device)
         merge(tmp_path / device, tmp_path / "all")
     assert [each["device"] for each in load("speed-t", tmp_path / "all")["rows"]] == ["a", "b"]
+
+
+def test_a_known_data_set_is_loaded_by_name_even_if_the_folder_has_a_file_of_it(tmp_path: Path) -> None:
+    for name in ("digits", "faces"):
+        (tmp_path / f"{name}.npz").touch()
+    assert source_of("digits", tmp_path) == "digits"  # the file need not declare the classes
+    assert source_of("faces", tmp_path) == str(tmp_path / "faces.npz")
+    assert source_of("scans", tmp_path) == "scans"
