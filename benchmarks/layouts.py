@@ -189,7 +189,9 @@ def priors() -> str:
             found[f"{where}: `atelier`, no prior"] = {"table": "atelier", "job": "default", "method": "atelier", **at}
         for row in own:
             if "sample" not in row:
-                label = f"{where}: `{row['method']}`, {row['job']}" if row["method"] else where
+                of_method = f"{where}: `{row['method']}`, {row['job']}"
+                not_private = where if row["job"] == "real images" else f"{title}, not private: {row['job']}"
+                label = of_method if row["method"] else not_private
                 found[label] = {"table": "priors", "job": row["job"], "method": row["method"], **at}
     text = grid("", found, titles)
     return f"{text}\n\n{source('Accuracy in % on the real test split, hard labels.', 'priors', 'atelier')}"
