@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Python compiles what is imported; compiling all of it would take half a minute.
+# Python compiles what is imported; compiling all of it would take half a minute. It keeps the result: the tests start
+# many processes, and each would compile PyTorch again where the environment forbids that.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test slow gpu-test browser-test docs tables render clean
@@ -11,10 +13,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 demo: $(READY)
 	$(BIN)/sfumato demo
 
+# While mypy uses one core, the other one compiles what the tests import: all workers of pytest need it at once.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pytest --collect-only >/dev/null 2>&1 & $(BIN)/mypy; status=$$?; wait; exit $$status
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 slow: $(READY)

@@ -144,7 +144,8 @@ def test_canaries_are_hidden_in_one_run(run: Any, tmp_path: Path, digits: ImageS
     assert content["violated"]
     assert content["fault"] == "no-noise"
     assert content["canaries"] == 250
-    status, out, _ = run("dpmix", "--canaries", "20", "--per-person", "5", "--no-detail", *settings, "--json")
+    few = ("--set", "images_per_class=20", "--images", images)
+    status, out, _ = run("dpmix", "--canaries", "20", "--per-person", "5", "--no-detail", *few, "--json")
     assert status == 0
     content = json.loads(out)
     assert content["per_person"] == 5
