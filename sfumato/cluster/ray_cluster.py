@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import shutil
 import sys
@@ -223,12 +224,14 @@ class RayCluster:
 
 class _Actor(Worker):
     """A worker as an actor: graphs arrive pickled. It computes in one thread, so that the number of workers, which
-    share the cores of a machine, changes no rounding.
+    share the cores of a machine, changes no rounding. It leaves no warning in Ray's log files, and no core dump.
     """
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
         torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def pid(self) -> int:
         return os.getpid()

@@ -128,6 +128,10 @@ def test_a_manifest_is_written_and_checked(shards: Path, tmp_path: Path) -> None
     shutil.copy(shard, shards / "w-009.tar")
     with pytest.raises(DataError, match=r"w-009\.tar is not in the manifest"):
         open_shards(shards, classes=10, manifest=manifest)
+    content_of = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content_of, "shards": [*content_of["shards"], content_of["shards"][0]]}))
+    with pytest.raises(DataError, match="lists a shard twice"):
+        open_shards(shards, classes=10, manifest=manifest)
     manifest.write_text("{}")
     with pytest.raises(DataError, match="is not a manifest"):
         open_shards(shards, classes=10, manifest=manifest)
