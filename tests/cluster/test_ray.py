@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from sfumato import sweep
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cluster import ClusterVault, connect, open_shards, ray_cluster
 from sfumato.cluster.ray_cluster import warn_about_security
-from sfumato.cluster.worker import ShardError
+from sfumato.cluster.worker import ShardError, WorkersDied
 from sfumato.data import DataError, DataWarning, ImageSet
 from sfumato.privacy.vault import RedactedError
 from tests.cluster.conftest import make_answers, pixels, vault_of
@@ -229,20 +230,34 @@ def test_an_open_cluster_gives_a_warning(tls: str, mode: str, words: str, monkey
         warn_about_security("ray://head:10001")
 
 
-def test_a_connection_gives_that_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**options: Any) -> None:
-        assert options["address"] == "ray://head:10001"
-        raise ConnectionError("nobody there")
-
-    monkeypatch.setattr(
-        ray_cluster, "_import_ray", lambda _: SimpleNamespace(is_initialized=lambda: False, init=refuse)
-    )
+def test_a_connection_gives_that_warning_and_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for minutes; so it is not called."""
+    monkeypatch.setattr(ray_cluster, "_import_ray", lambda _: SimpleNamespace(is_initialized=lambda: False))
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
-    with (
-        pytest.warns(DataWarning, match="without TLS.* can read private images"),
-        pytest.raises(DataError, match="cannot be reached or started: nobody there"),
-    ):
-        connect("ray://head:10001")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # it does not listen
+        for scheme in ("ray://", ""):
+            with (
+                pytest.warns(DataWarning, match="without TLS.* can read private images"),
+                pytest.raises(DataError, match=r"cannot be reached or started: .*refused"),
+            ):
+                connect(f"{scheme}127.0.0.1:{closed.getsockname()[1]}")
+
+
+def test_what_ray_prints_when_it_connects_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: Any) -> None:
+        os.write(2, b"gcs_client.cc:210: Unauthenticated")  # as compiled code does
+        raise ConnectionError("it has another token")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=refuse)
+    monkeypatch.setattr(ray_cluster, "_import_ray", lambda _: fake)
+    monkeypatch.setattr(ray_cluster, "warn_about_security", lambda _: None)
+    with pytest.raises(DataError, match="the cluster auto cannot be reached or started: it has another token"):
+        connect("auto")
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
 
 
 def test_the_token_of_a_local_cluster_is_not_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +283,14 @@ def test_one_and_seven_workers_give_the_same_bytes(
         more.close()
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["ActorDiedError", "OutOfMemoryError"])
+def test_the_end_of_workers_is_not_taken_for_a_fault_of_machines(name: str) -> None:
+    """An image may cause it, by the memory that it takes: the run is then void, which a `ShardError` would not do."""
+    errors = pytest.importorskip("ray").exceptions
+    with pytest.raises(WorkersDied), ray_cluster._in_words():
+        raise getattr(errors, name)("")
 
 
 @pytest.mark.slow

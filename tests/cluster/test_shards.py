@@ -146,6 +146,12 @@ def test_what_is_refused(shards: Path, digits: ImageSet) -> None:
     (shards / "w-005.tar").write_bytes((shards / "w-000.tar").read_bytes()[:1500])
     with pytest.raises(DataError, match=r"w-005\.tar"):
         open_shards(shards, classes=10)
+    with tarfile.open(shards / "w-000.tar") as archive:
+        begins = archive.getmembers()[10].offset
+    for end in (begins, begins + 100):  # between two images: it could be read
+        (shards / "w-005.tar").write_bytes((shards / "w-000.tar").read_bytes()[:end])
+        with pytest.raises(DataError, match=r"w-005\.tar .* truncated"):
+            open_shards(shards, classes=10)
     (shards / "w-005.tar").unlink()
     with pytest.raises(DataError, match="does not exist"):
         open_shards(shards / "w-{000..003}.tar", classes=10)
