@@ -369,10 +369,12 @@ def main() -> None:
     try:
         app()
     except Exception as error:
+        from sfumato.cluster.worker import WorkersDied
         from sfumato.data import DataError
-        from sfumato.privacy import BudgetExceeded, LedgerError
+        from sfumato.privacy import BudgetExceeded, LedgerError, RedactedError
 
-        if isinstance(error, DataError | BudgetExceeded | LedgerError | ModuleNotFoundError | OSError):
+        in_words = DataError | BudgetExceeded | LedgerError | RedactedError | WorkersDied
+        if isinstance(error, in_words | ModuleNotFoundError | OSError):
             _fail(error, 1)
         if isinstance(error, ValueError):
             _fail(error, 2)

@@ -111,15 +111,25 @@ def _on_cluster(
     from functools import partial
 
     from sfumato.cluster import connect
-    from sfumato.evaluate import compare
 
     executor = connect(cluster, **({} if workers is None else {"workers": workers}))
     try:
         calls = [({name: images},) for name, images in sets.items()]
-        parts = list(executor.compute(partial(compare, **settings), calls))
+        parts = list(executor.compute(partial(_compare, **settings), calls))
     finally:
         executor.close()
-    return {name: result for part in parts for name, result in part.items()}
+    for message in {str(message): message for _, messages in parts for message in messages}.values():
+        warnings.warn(message, stacklevel=2)
+    return {name: result for found, _ in parts for name, result in found.items()}
+
+
+def _compare(sets: dict[str, Any], **settings: Any) -> tuple[dict[str, dict[str, Any]], list[Warning | str]]:
+    """Return the results of `compare` and its warnings, which a worker does not show."""
+    from sfumato.evaluate import compare
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        return compare(sets, **settings), [each.message for each in caught if issubclass(each.category, UserWarning)]
 
 
 def ood(

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import shutil
+import socket
 import sys
 import warnings
 from collections import deque
@@ -43,6 +45,8 @@ from sfumato.threads import usable_cores
 RETRIES = 8  # of a call that ended its worker; workers are started again without limit
 AHEAD = 2  # calls of `compute` that wait for each worker: their arguments are in the object store
 PATIENCE = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
+STDERR = 2
+CONNECTING = 20  # seconds until a cluster must have answered
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -179,7 +183,8 @@ class RayCluster:
             options["address"] = address
             warn_about_security(address)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            check_reachable(address)
+            with warnings.catch_warnings(action="ignore"), _silence():
                 self._ray.init(**options)
             _started.add(address)
         except Exception as error:
@@ -223,12 +228,14 @@ class RayCluster:
 
 class _Actor(Worker):
     """A worker as an actor: graphs arrive pickled. It computes in one thread, so that the number of workers, which
-    share the cores of a machine, changes no rounding.
+    share the cores of a machine, changes no rounding. It leaves no warning in Ray's log files, and no core dump.
     """
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
         torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def pid(self) -> int:
         return os.getpid()
@@ -255,6 +262,13 @@ def check_shared_memory(store: int) -> None:
         raise DataError(f"{what}: Ray would write exact sums to disk. In a container, pass --shm-size=1g to docker run")
 
 
+def check_reachable(address: str) -> None:
+    """Raise `OSError` unless something listens at the address: Ray would try for minutes, and print each attempt."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTING).close()
+
+
 def warn_about_security(address: str) -> None:
     """Warn where private sums would travel without encryption or authentication."""
     tls, token = os.environ.get("RAY_USE_TLS", "0") == "1", os.environ.get("RAY_AUTH_MODE", "") == "token"
@@ -263,6 +277,19 @@ def warn_about_security(address: str) -> None:
         missing = " and ".join(["TLS (RAY_USE_TLS=1)"] * (not tls) + ["a token (RAY_AUTH_MODE=token)"] * (not token))
         what = f"the cluster {address} is used without {missing}: whoever reaches its network can read private images"
         warnings.warn(DataWarning(f"{what}. See docs/cluster.md"), stacklevel=5)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Hide what Ray's compiled code prints while it connects, such as each attempt with a wrong token."""
+    kept = os.dup(STDERR)
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), STDERR)
+        yield
+    finally:
+        os.dup2(kept, STDERR)
+        os.close(kept)
 
 
 @contextlib.contextmanager
@@ -275,10 +302,11 @@ def _in_words(withheld: bool = True) -> Iterator[None]:
 
     try:
         yield
-    except exceptions.RayActorError:
+    except (exceptions.RayActorError, exceptions.OutOfMemoryError):  # the latter: a worker that took too much was ended
         raise WorkersDied(f"a call ended {RETRIES + 1} workers in a row") from None
-    except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError):
-        raise ShardError("the memory of the cluster is full; give it more, or use smaller networks") from None
+    except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError):
+        how = "store images as tar or Parquet files, use smaller networks, or give it more (connect(..., store=))"
+        raise ShardError(f"the memory of the cluster is full; {how}") from None
     except exceptions.RayTaskError as error:
         if not withheld:
             raise error.cause from None

@@ -214,6 +214,9 @@ def _read_samples(path: Openable) -> dict[str, dict[str, tarfile.TarInfo]]:
                 if f".{suffix.lower()}" in sample:
                     raise DataError(f"{path} holds {member.name} twice")
                 sample[f".{suffix.lower()}"] = member
+            opened.seek(archive.offset)
+            if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # `tarfile` takes this for the end
+                raise tarfile.ReadError("it is truncated")
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{path} is not a readable (uncompressed) tar file: {reason(error)}") from error
     return samples

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +26,10 @@ from sfumato import sweep
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cluster import ClusterVault, connect, open_shards, ray_cluster
 from sfumato.cluster.ray_cluster import warn_about_security
-from sfumato.cluster.worker import ShardError
+from sfumato.cluster.worker import ShardError, WorkersDied
 from sfumato.data import DataError, DataWarning, ImageSet
 from sfumato.privacy.vault import RedactedError
-from tests.cluster.conftest import make_answers, vault_of
+from tests.cluster.conftest import make_answers, pixels, vault_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*holds fewer than:sfumato.data.DataWarning",
@@ -44,31 +49,93 @@ def slowly(images: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def kill_a_worker_during(cluster: Any, seconds: float, number: int = 0) -> threading.Thread:
-    victim = cluster.pids()[number]
+def busy_workers(method: str) -> set[int]:
+    """Return the workers of this process's clusters that are in the middle of a call; Ray names processes by it."""
+    parents, busy = {}, set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(f"ray::_Actor.{method}".encode()):
+                busy.add(int(folder.name))
+    return {pid for pid in busy if parents.get(parents[pid]) == os.getpid()}  # a child of the raylet, which is ours
 
-    def kill() -> None:
-        time.sleep(seconds)
-        os.kill(victim, signal.SIGKILL)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    return thread
+class Killer(threading.Thread):
+    """Kill a worker in the middle of a call, and so many others: those that were started again."""
+
+    def __init__(self, method: str, cluster: Any, times: int = 1) -> None:
+        super().__init__()
+        self.method, self.times, self.others, self.killed = method, times, set(cluster.pids()), list[int]()
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + 300
+        while len(self.killed) < self.times and time.monotonic() < end:
+            busy = busy_workers(self.method)
+            if found := busy - self.others if self.killed else busy & self.others:
+                time.sleep(0.05)
+                os.kill(min(found), signal.SIGKILL)
+                self.killed.append(min(found))
+                self.others.add(min(found))
+            time.sleep(0.005)
 
 
 @pytest.mark.usefixtures("replayed")
-def test_a_killed_worker_changes_no_byte(shards: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_worker_killed_in_the_middle_of_a_shard_changes_no_byte(
+    shards: Path, cluster: Any, times: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     expected = vault_of(open_shards(shards, classes=10)).sum(slowly, release="sum", bound=1.0)
     images = open_shards(shards, classes=10, cluster=cluster)
-    vault, before = vault_of(images), cluster.pids()
-    thread = kill_a_worker_during(cluster, 0.2)
+    vault, killer = vault_of(images), Killer("total", cluster, times)
     answer = vault.sum(slowly, release="sum", bound=1.0)
-    thread.join()
+    killer.join()
+    assert len(killer.killed) == times
+    assert not set(killer.killed) & set(cluster.pids())
     assert torch.equal(answer, expected)
-    assert cluster.pids() != before
     assert vault.ledger.charged("sum") == 1
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""  # Ray's own messages are not shown
+
+
+def test_partials_of_real_workers_count_once(shards: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker returns the sum of an earlier query again, and then one sum twice."""
+    vault, original, seen = vault_of(open_shards(shards, classes=10, cluster=cluster)), cluster.total, list[Any]()
+
+    def total(*given: Any) -> Iterator[Any]:
+        seen.append(list(original(*given)))
+        return iter([*seen[0][:1], *seen[1][1:]] if len(seen) == 2 else [*seen[-1], seen[-1][0]])
+
+    def kept(*given: Any) -> Iterator[Any]:
+        seen.append(list(original(*given)))
+        return iter(seen[0])
+
+    monkeypatch.setattr(cluster, "total", kept)
+    vault.counts()
+    monkeypatch.setattr(cluster, "total", total)
+    with pytest.raises(ShardError, match=r"sum of another query.*Nothing was released"):
+        vault.sum(pixels, release="sum", bound=1.0)
+    with pytest.raises(ShardError, match=r"a shard twice.*Nothing was released"):
+        vault.sum(pixels, release="sampled", bound=1.0)
+    assert [vault.ledger.charged(name) for name in ("counts", "sum", "sampled")] == [1, 1, 10]
+    assert vault.ledger.void is None
+
+
+def test_workers_leave_nothing_in_the_log_files_of_ray(shards: Path, cluster: Any) -> None:
+    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
+    make_answers()(vault)
+    assert list(cluster.compute(warn, [("60 images",)])) == [0]
+    folder = Path(cluster._ray._private.worker._global_node.get_session_dir_path()) / "logs"
+    logs = [path for pid in cluster.pids() for path in folder.glob(f"worker-*-{pid}.*")]
+    assert {path.suffix for path in logs} == {".out", ".err"}
+    lines = [line for path in logs for line in path.read_text().splitlines()]
+    assert [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))] == []
+
+
+def warn(text: str) -> int:
+    """Warn, and return the limit on the size of a core dump."""
+    warnings.warn(text, stacklevel=1)
+    return resource.getrlimit(resource.RLIMIT_CORE)[0]
 
 
 @pytest.mark.usefixtures("replayed")
@@ -163,6 +230,36 @@ def test_an_open_cluster_gives_a_warning(tls: str, mode: str, words: str, monkey
         warn_about_security("ray://head:10001")
 
 
+def test_a_connection_gives_that_warning_and_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for minutes; so it is not called."""
+    monkeypatch.setattr(ray_cluster, "_import_ray", lambda _: SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # it does not listen
+        for scheme in ("ray://", ""):
+            with (
+                pytest.warns(DataWarning, match="without TLS.* can read private images"),
+                pytest.raises(DataError, match=r"cannot be reached or started: .*refused"),
+            ):
+                connect(f"{scheme}127.0.0.1:{closed.getsockname()[1]}")
+
+
+def test_what_ray_prints_when_it_connects_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: Any) -> None:
+        os.write(2, b"gcs_client.cc:210: Unauthenticated")  # as compiled code does
+        raise ConnectionError("it has another token")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=refuse)
+    monkeypatch.setattr(ray_cluster, "_import_ray", lambda _: fake)
+    monkeypatch.setattr(ray_cluster, "warn_about_security", lambda _: None)
+    with pytest.raises(DataError, match="the cluster auto cannot be reached or started: it has another token"):
+        connect("auto")
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
+
+
 def test_the_token_of_a_local_cluster_is_not_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RAY_USE_TLS", "1"), ("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", ray_cluster.TOKEN)):
         monkeypatch.setenv(name, value)
@@ -188,36 +285,44 @@ def test_one_and_seven_workers_give_the_same_bytes(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["ActorDiedError", "OutOfMemoryError"])
+def test_the_end_of_workers_is_not_taken_for_a_fault_of_machines(name: str) -> None:
+    """An image may cause it, by the memory that it takes: the run is then void, which a `ShardError` would not do."""
+    errors = pytest.importorskip("ray").exceptions
+    with pytest.raises(WorkersDied), ray_cluster._in_words():
+        raise getattr(errors, name)("")
+
+
 @pytest.mark.slow
-def test_an_image_that_ends_each_worker_voids_the_run(
-    shards: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_an_image_that_ends_each_worker_voids_the_run(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers load a crash by the pickle of the query, which tracing would never let through."""
-    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
-    monkeypatch.setattr(cluster, "_pack", lambda _: CRASH)
-    with pytest.raises(RedactedError, match="WorkersDied"):
-        vault.counts()
-    assert vault.ledger.void is not None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("replayed")
-def test_both_workers_killed_change_no_byte(shards: Path, cluster: Any) -> None:
-    expected = vault_of(open_shards(shards, classes=10)).sum(slowly, release="sum", bound=1.0)
-    vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
-    threads = [kill_a_worker_during(cluster, 0.2, number) for number in range(2)]
-    answer = vault.sum(slowly, release="sum", bound=1.0)
-    for thread in threads:
-        thread.join()
-    assert torch.equal(answer, expected)
+    monkeypatch.setattr(ray_cluster, "RETRIES", 1)
+    fragile = connect("local", workers=1)
+    try:
+        vault = vault_of(open_shards(shards, classes=10, cluster=fragile))
+        monkeypatch.setattr(fragile, "_pack", lambda _: CRASH)
+        with pytest.raises(RedactedError, match="WorkersDied"):
+            vault.counts()
+        assert vault.ledger.void is not None
+    finally:
+        fragile.close()
 
 
 DRIVER = """
 import os, signal, sys
+from pathlib import Path
 import sfumato as sf
-from sfumato.cluster import ClusterVault
+from sfumato.cluster import ClusterVault, cluster_vault
 from sfumato.engine.kept_results import KeptResults
-folder, source, cluster, when = sys.argv[1:]
+folder, source, cluster, when, seen = sys.argv[1:]
+collect = cluster_vault.collect
+def watched(*given):
+    partials = collect(*given)
+    for partial in partials:
+        Path(seen, str(len(os.listdir(seen)))).write_bytes(partial.numpy().tobytes())
+    return partials
+cluster_vault.collect = watched
 if when == "before noise":
     ClusterVault._noised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if when == "before commit":
@@ -228,23 +333,45 @@ with sf.open_shards(source, classes=10, cluster=None if cluster == "none" else c
 """
 
 
+def mentioned(text: str) -> bool:
+    """Return whether the command line of a process contains a text."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("when", "where"), [("before noise", "none"), ("before commit", "none"), ("before noise", "local")]
+    ("when", "where"), [("before noise", "none"), ("before noise", "local"), ("before commit", "local")]
 )
-def test_a_killed_driver_loses_no_charge(shards: Path, tmp_path: Path, when: str, where: str) -> None:
-    folder = tmp_path / "run"
+def test_a_killed_driver_loses_no_charge_and_leaves_no_sum(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory, when: str, where: str
+) -> None:
+    disk, seen = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("s")  # short names: Ray makes sockets there
+    folder = disk / "run"
 
     def run(moment: str) -> int:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"PYTHONPATH": str(Path(sfumato.__file__).parents[1])}
-        command = [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(shards), where, moment]
+        environment |= {"TMPDIR": str(disk), "RAY_TMPDIR": str(disk)}
+        command = [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(shards), where, moment, str(seen)]
         return subprocess.run(command, env=environment, check=False).returncode
 
     assert run(when) == -signal.SIGKILL
     charged = (folder / "ledger.jsonl").read_text().count('"charge"')
     assert charged == 1
-    assert (folder / "releases.log").read_bytes() == b""  # no exact or partial sum is on disk
+    assert (folder / "releases.log").read_bytes() == b""
+    end = time.monotonic() + 120
+    while mentioned(str(disk)):
+        assert time.monotonic() < end, "the cluster outlives its driver"
+        time.sleep(0.5)
+    written = b"".join(path.read_bytes() for path in disk.rglob("*") if path.is_file())
+    assert bool(list(disk.glob("ray/session_*/logs/raylet.out"))) == (where == "local")
+    partials = [path.read_bytes() for path in seen.iterdir()]
+    assert len(partials) == 3
+    assert not [each for each in partials if each in written]  # no exact sum is on disk
     assert run("resume") == 0
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     names = [line["name"] for line in lines if line["kind"] == "charge"]

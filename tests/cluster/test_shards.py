@@ -128,6 +128,10 @@ def test_a_manifest_is_written_and_checked(shards: Path, tmp_path: Path) -> None
     shutil.copy(shard, shards / "w-009.tar")
     with pytest.raises(DataError, match=r"w-009\.tar is not in the manifest"):
         open_shards(shards, classes=10, manifest=manifest)
+    content_of = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content_of, "shards": [*content_of["shards"], content_of["shards"][0]]}))
+    with pytest.raises(DataError, match="lists a shard twice"):
+        open_shards(shards, classes=10, manifest=manifest)
     manifest.write_text("{}")
     with pytest.raises(DataError, match="is not a manifest"):
         open_shards(shards, classes=10, manifest=manifest)
@@ -142,6 +146,12 @@ def test_what_is_refused(shards: Path, digits: ImageSet) -> None:
     (shards / "w-005.tar").write_bytes((shards / "w-000.tar").read_bytes()[:1500])
     with pytest.raises(DataError, match=r"w-005\.tar"):
         open_shards(shards, classes=10)
+    with tarfile.open(shards / "w-000.tar") as archive:
+        begins = archive.getmembers()[10].offset
+    for end in (begins, begins + 100):  # between two images: it could be read
+        (shards / "w-005.tar").write_bytes((shards / "w-000.tar").read_bytes()[:end])
+        with pytest.raises(DataError, match=r"w-005\.tar .* truncated"):
+            open_shards(shards, classes=10)
     (shards / "w-005.tar").unlink()
     with pytest.raises(DataError, match="does not exist"):
         open_shards(shards / "w-{000..003}.tar", classes=10)

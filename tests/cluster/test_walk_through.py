@@ -36,7 +36,7 @@ def block(language: str) -> str:
 def test_the_walk_through(shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(shards.parent)
     commands = [line for line in block("bash").splitlines() if line.startswith("sfumato")]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         with pytest.raises(SystemExit) as stop:
