@@ -22,7 +22,7 @@ from sfumato.certificate import Verification
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import NamedSet
 from sfumato.evaluate import Detection, summary
-from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
+from sfumato.evaluate.measure_descriptions import chance_level, chance_of, description_of, judge_accuracy
 from sfumato.methods.parameters import Setting
 from sfumato.methods.registry import MethodInfo
 from sfumato.preview import Preview
@@ -197,7 +197,7 @@ def print_comparison(found: dict[str, dict[str, Any]]) -> None:
             columns[name][CHANCE] = f"{chance:.1f}"
     table = Table("", *(escape(name) for name in columns), "good")
     for measure in dict.fromkeys(key for column in columns.values() for key in column):
-        good = "" if measure == CHANCE else meaning_of(measure).good
+        good = "" if measure == CHANCE else description_of(measure).good
         table.add_row(measure, *(column.get(measure, "") for column in columns.values()), good)
     out.print(table)
 

@@ -95,7 +95,7 @@ class AuditReport:
                 need = f"{found.trials} counted runs can show at most {found.ceiling:.2f}"
                 lines.append(f"{name}: without an assumption, {need}; more runs could show more")
             if found.bound < 0.1 * self.options.epsilon:
-                lines.append(f"{name}: {lacking(self.options, found)}")
+                lines.append(f"{name}: {explain_small_bound(self.options, found)}")
         if self.interrupted:
             lines.append("ended early: the bounds are of what was counted until then")
         return [*lines, CAVEAT] if self.bounds else lines
@@ -114,7 +114,7 @@ class AuditReport:
         }
 
 
-def lacking(options: AuditOptions, found: LowerBounds) -> str:
+def explain_small_bound(options: AuditOptions, found: LowerBounds) -> str:
     """Say why a bound is small: what more runs could show, of this attack and of an ideal one."""
     ideal = runs_needed(options.epsilon, delta=options.delta, confidence=found.confidence)
     return (

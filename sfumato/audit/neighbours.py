@@ -22,14 +22,15 @@ class Neighbours:
     - with_unit, without: the two sets.
     - place: index of the unit among the units of `with_unit`.
     - origin: index in `with_unit` of each record of `without`.
-    - stretched: whether white-box audits stretch the features and gradients of the unit (`stretched.py`).
+    - worst_case: whether white-box audits lengthen the features and gradients of the unit to more than the clipping
+      norm (`worst_case_rows.py`).
     """
 
     with_unit: ImageSet
     without: ImageSet
     place: int
     origin: torch.Tensor
-    stretched: bool = False
+    worst_case: bool = False
 
     @property
     def canaries(self) -> ImageSet:
@@ -69,7 +70,7 @@ def neighbours(kind: str) -> Neighbours:
 
 def worst_case() -> Neighbours:
     """The outlier, with features and gradients that are as long as the clipping norm allows."""
-    return replace(outlier(), stretched=True)
+    return replace(outlier(), worst_case=True)
 
 
 def outlier() -> Neighbours:

@@ -30,7 +30,7 @@ import torch
 from sfumato.audit.lower_bounds import CONFIDENCE, Array, LowerBounds, lower_bounds
 from sfumato.audit.neighbours import Neighbours
 from sfumato.audit.small_settings import Make
-from sfumato.audit.stretched import stretched
+from sfumato.audit.worst_case_rows import with_worst_case_rows
 from sfumato.engine import GradientVault
 from sfumato.privacy import Plan
 from sfumato.testing import Answer, Tape, UnsoundError, record
@@ -106,8 +106,8 @@ def exact_sums(
 ) -> tuple[list[Answer], list[Answer]]:
     """Return the queries of a run with the unit, and those of a run without it that saw the same releases."""
     base = vault or make().vault_type
-    if pair.stretched:
-        base = stretched(base, pair.canaries)
+    if pair.worst_case:
+        base = with_worst_case_rows(base, pair.canaries)
     tape = Tape(pair.place, torch.arange(len(pair.with_unit)))
     record(make(seed=seed), pair.with_unit, tape, base)
     replay = Tape(pair.place, pair.origin, present=False, replay=tape.answers)

@@ -22,7 +22,7 @@ from sfumato.features.public_autoencoder import NAMES
 from sfumato.nets.samplers import dpm_solver, karras_levels
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
-from sfumato.priors.continuation import alike, embedding_of, grown_state, joined_words
+from sfumato.priors.continuation import embedding_of, expand_state, joined_description, same_architecture
 from sfumato.priors.data_parallel import Workers, batch_gradients, embed_parts
 from sfumato.priors.map_space import MapSpace, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
@@ -118,7 +118,7 @@ def train_prior(
         torch.manual_seed(seed)
         network = card.new_network()
         if start is not None:
-            network.load_state_dict(grown_state(start, card, dict(network.state_dict())))
+            network.load_state_dict(expand_state(start, card, dict(network.state_dict())))
         network = network.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
     batches = PublicBatches(images, embedding, settings, seed, place, space, workers)
@@ -144,13 +144,13 @@ def train_prior(
 
 def _continued(card: PriorCard, start: Prior) -> PriorCard:
     """Return the card of a prior that continues another one's training."""
-    if not alike(card, start.card):
+    if not same_architecture(card, start.card):
         raise DataError(
             f"the prior {start.card.name} has a network of other channels, widths, context or attention, or another "
             "autoencoder"
         )
-    trained_on = joined_words(card.trained_on, start.card.trained_on)
-    return replace(card, trained_on=trained_on, licence=joined_words(card.licence, start.card.licence))
+    trained_on = joined_description(card.trained_on, start.card.trained_on)
+    return replace(card, trained_on=trained_on, licence=joined_description(card.licence, start.card.licence))
 
 
 def _check_folder(target: Path, resume: bool) -> None:
