@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfumato.cli_options import DataOptions, Json, MethodOptions
+from sfumato.cli_options import DataOptions, Json, MethodOptions, with_default
 
 EXTRAS = {
     "parquet": (["pyarrow"], "Parquet files"),
@@ -30,7 +30,7 @@ def doctor(
     size: Annotated[int | None, typer.Option(help="Resize the images to this many pixels.")] = None,
     mode: Annotated[str | None, typer.Option(help="Convert the images to grey or rgb.")] = None,
     method: Annotated[str, typer.Option("--method", "-m", help="Estimate the time of this method.")] = "auto",
-    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Set epsilon.", show_default="1.0")] = None,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help=with_default("Set epsilon.", "1.0"))] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Read the images without labels.")] = False,
     classes: Annotated[str | None, typer.Option(help="Declare the class names or their number.")] = None,
     as_json: Json = False,

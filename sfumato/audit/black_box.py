@@ -158,7 +158,8 @@ class Game:
 def new_game(images: ImageSet, *, canaries: int, per_person: int = 1, detail: bool = True, seed: int = 0) -> Game:
     """Return a game on the auditor's images.
 
-    - canaries: number of canary units. per_person: images of each, default 1; more make persons the unit.
+    - canaries: number of canary units.
+    - per_person: images of each, default 1; more make persons the unit.
     - detail: paint a small random pattern, the same on all images of a canary; default True.
     """
     generator = torch.Generator().manual_seed(seed)

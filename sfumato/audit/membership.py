@@ -192,8 +192,10 @@ def attack(name: str, members: Array, others: Array, confidence: float = CONFIDE
 class ReleaseAudit:
     """What attacks found in released images. All intervals hold together with the confidence.
 
-    - attacks: by each attack. memory: the memorisation check, with the most suspicious pairs of images.
-    - members, others: how many there are that could be attacked. attacked: how many of each were.
+    - attacks: results by the name of the attack.
+    - memory: the memorisation check, with the most suspicious pairs of images.
+    - members, others: how many there are that could be attacked.
+    - attacked: how many of each were.
     """
 
     attacks: list[Attack]
@@ -243,8 +245,9 @@ def audit_release(
 ) -> ReleaseAudit:
     """Attack released images with all attacks, and check whether they remember their training images.
 
-    - members: images that were used; others: images of the same kind that were not. A quarter of these, at most 2,000,
-      are the reference of `density` and are not attacked.
+    - members: images that were used.
+    - others: images of the same kind that were not. A quarter of these, at most 2,000, are the reference of `density`
+      and are not attacked.
     - seconds: no further block of images is attacked after this time. Ctrl-C, too, keeps what was counted: images are
       attacked in random order, so what was counted is a random part.
 

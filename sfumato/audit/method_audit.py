@@ -37,9 +37,11 @@ CAVEAT = "A lower bound below the claim is no proof of privacy: it may show only
 class AuditOptions:
     """What to audit, and how much.
 
-    - epsilon, delta: the claim. kind: neighbouring sets, a name in `neighbours.KINDS`.
+    - epsilon, delta: the claim.
+    - kind: neighbouring sets, a name in `neighbours.KINDS`.
     - structural: structural checks only, default False.
-    - trials: white-box trials in each world. runs: black-box runs in each world; 0 leaves them out.
+    - trials: white-box trials in each world.
+    - runs: black-box runs in each world; 0 leaves them out.
     - seconds: no new run of an attack is started after this time.
     - fault: a planted fault (`faults.FAULTS`), to see the audit find it.
     - settings: parameters of the method, in place of the small ones.
@@ -63,7 +65,8 @@ class AuditReport:
 
     - certified: epsilon of the plan, or None if the method certifies nothing.
     - structure: a finding for each rule, or None if it was not checked.
-    - bounds: lower bounds by threat model. interrupted: whether time or Ctrl-C ended the audit early.
+    - bounds: lower bounds by threat model.
+    - interrupted: whether time or Ctrl-C ended the audit early.
     """
 
     target: str
@@ -115,7 +118,7 @@ class AuditReport:
 
 
 def explain_small_bound(options: AuditOptions, found: LowerBounds) -> str:
-    """Say why a bound is small: what more runs could show, of this attack and of an ideal one."""
+    """Explain a small bound: what more runs of this attack, or of an ideal one, could show."""
     ideal = runs_needed(options.epsilon, delta=options.delta, confidence=found.confidence)
     return (
         "this attack has no power here; its bound says nothing about privacy. With the errors that it made, any number "

@@ -76,7 +76,9 @@ class Shard(Protocol):
 class MissingShard(DataError):
     """A shard is not there, cannot be read, or has other bytes; this does not depend on the images in it.
 
-    - name: of the shard. what: what is wrong. detail: for the person who holds the images, before the first release.
+    - name: of the shard.
+    - what: what is wrong.
+    - detail: for the person who holds the images, before the first release.
     """
 
     def __init__(self, name: str, what: str, detail: str = "") -> None:

@@ -122,7 +122,8 @@ class CurriculumPainter(PriorPainter):
     ) -> ScoreNetwork:
         """Train on weighted images, first of the prior, then also on the network's own.
 
-        - embedded: the vault of the embedded images, which releases their class means. pool: images of the prior.
+        - embedded: the vault of the embedded images, which releases their class means.
+        - pool: images of the prior.
         """
         if not self.settings.rounds:
             return network

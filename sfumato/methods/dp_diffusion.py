@@ -48,10 +48,8 @@ class DPDiffusion(Synthesizer):
     """
 
     key: ClassVar[str] = "dp-diffusion"
-    paper: ClassVar[str] = "Differentially Private Diffusion Models (Dockhorn et al., TMLR 2023); PrivImage (2024)"
-    summary: ClassVar[str] = (
-        "a public diffusion model, fine-tuned by a free curriculum and noisy gradients; GPU advised"
-    )
+    paper: ClassVar[str] = "Dockhorn et al., TMLR 2023; Li et al., USENIX Security 2024"
+    summary: ClassVar[str] = "fine-tune a diffusion model of public images by a curriculum on public images and DP-SGD"
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"steps": 5, "sampling_prob": 0.002, "adaptation": CPU_TRAINING},

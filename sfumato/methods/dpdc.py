@@ -34,7 +34,7 @@ from sfumato.methods.base import constant
 from sfumato.methods.condensation import Matcher, PrivateCondenser, RandomViews, View
 from sfumato.nets.random_convnet import WIDTH
 
-GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
+PAPER_SAMPLE_SIZE = 50  # L of the paper, whose loss is a sum over L images; learning rates here are for L = 50
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,8 +42,8 @@ class LinearCondenser(PrivateCondenser):
     """LDPDC: each synthetic image is a noisy sum of real ones over their expected number."""
 
     key: ClassVar[str] = "ldpdc"
-    paper: ClassVar[str] = "Differentially Private Dataset Condensation (LDPDC)"
-    summary: ClassVar[str] = "a few noisy averages of images per class"
+    paper: ClassVar[str] = "Zheng and Li, NDSS workshop 2024"
+    summary: ClassVar[str] = "condense to a few noisy averages of each class"
 
     sampling_prob: float = 0.008
 
@@ -74,8 +74,8 @@ class NonlinearCondenser(PrivateCondenser):
     """
 
     key: ClassVar[str] = "ndpdc"
-    paper: ClassVar[str] = "Differentially Private Dataset Condensation (NDPDC)"
-    summary: ClassVar[str] = "a few images per class, matched to noisy embeddings in random networks"
+    paper: ClassVar[str] = "Zheng and Li, NDSS workshop 2024"
+    summary: ClassVar[str] = "condense to a few images of each class that match noisy embeddings in random networks"
 
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "momentum", "smoothness", "average"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -120,7 +120,7 @@ class NonlinearCondenser(PrivateCondenser):
             self.iterations * self.passes,
             torch.Generator(device).manual_seed(self.seed),
             unit=True,
-            learning_rate=2 * GROUP * self.images_per_class * self.learning_rate,
+            learning_rate=2 * PAPER_SAMPLE_SIZE * self.images_per_class * self.learning_rate,
             momentum=self.momentum,
             decay=self.decay,
             smoothness=self.smoothness,
@@ -152,7 +152,7 @@ class NonlinearCondenser(PrivateCondenser):
         self._keep(matcher.result(), matcher.labels)
 
     def _match_again(self, views: RandomViews, matcher: Matcher, kept: torch.Tensor, scale: float) -> None:
-        """Match the released means again, pass by pass. No private image is asked about."""
+        """Match the released means again, pass by pass, without a query on private images."""
         again = self.iterations * (self.passes - 1)
         for number in self._checkpoints.loop("matching again", again, views=views, matcher=matcher):
             if number % self.iterations == 0:
@@ -161,7 +161,7 @@ class NonlinearCondenser(PrivateCondenser):
             matcher.pull(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
 
     def _rows(self, kind: View) -> Callable[..., torch.Tensor]:
-        """The rows that are released, as a function of images, labels, synthetic means and a view's tensors."""
+        """Return the released rows as a function of images, labels, synthetic means and a view's tensors."""
 
         def rows(images: torch.Tensor, labels: torch.Tensor, means: torch.Tensor, *view: torch.Tensor) -> torch.Tensor:
             seen = kind.like(view)(images, labels)

@@ -31,7 +31,7 @@ from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.checkpoints import check_public_files
-from sfumato.methods.prior_painter import FEW_LABELLED, gradient_performance
+from sfumato.methods.prior_painter import FEW_PARAMETERS_LABELLED, gradient_performance
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
@@ -44,7 +44,7 @@ from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
 MIDDLE = 4  # pixels across in the middle of the network, at most
-TUNED = (*FEW_LABELLED, ".code_projection.")  # parameters of a prior that are trained
+TUNED = (*FEW_PARAMETERS_LABELLED, ".code_projection.")  # parameters of a prior that are trained
 VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten megabytes each
 
 
@@ -52,7 +52,9 @@ VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten meg
 class SamplerSettings:
     """Settings of the annealed sampler.
 
-    - levels: number of noise levels. step_size, leapfrogs: of the dynamics at each level.
+    - levels: number of noise levels.
+    - step_size: step size of the dynamics at each level.
+    - leapfrogs: leapfrog steps of a trajectory.
     - momentum: `gaussian`, `rayleigh` or `uniform`; only the first keeps the exact law.
     """
 
@@ -80,8 +82,8 @@ class GradientEstimation(Synthesizer):
     """
 
     key: ClassVar[str] = "pge"
-    paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
-    summary: ClassVar[str] = "a score network trained on noisy gradients, sampled by Hamiltonian dynamics; GPU advised"
+    paper: ClassVar[str] = "Liu et al., MM 2024"
+    summary: ClassVar[str] = "train a score network by DP-SGD; sample by Hamiltonian dynamics; GPU advised"
     warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {

@@ -57,7 +57,10 @@ PREFIX = "try{}-"
 class ScoringSettings:
     """Settings of the CNN that scores a candidate.
 
-    - images: drawn from the candidate, at most. epochs, batch_size, learning_rate: of its training, by Adam.
+    - images: drawn from the candidate, at most.
+    - epochs: epochs of its training, by Adam.
+    - batch_size: images in a step.
+    - learning_rate: learning rate of Adam.
     """
 
     images: int = 10_000
@@ -77,8 +80,8 @@ class Tuned(Synthesizer):
     """
 
     key: ClassVar[str] = "tuned"
-    paper: ClassVar[str] = "report noisy max (Dwork and Roth 2014, section 3.3), with Gaussian noise"
-    summary: ClassVar[str] = "another method, whose parameters are chosen privately; sfumato tune makes it"
+    paper: ClassVar[str] = "Dwork and Roth, 2014 (report noisy max)"
+    summary: ClassVar[str] = "run another method with parameters that are chosen privately: sfumato tune"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"scoring": ScoringSettings(images=3000)}}
 
     base: str = "dp-merf"

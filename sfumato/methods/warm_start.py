@@ -35,7 +35,9 @@ class WarmStartSettings:
 
     - share: part of the budget for the other method, as a share of 1/noise².
     - images: drawn from its generator, equally many of each class.
-    - steps, batch_size, learning_rate: of the training on these images.
+    - steps: training steps on these images.
+    - batch_size: images in a step.
+    - learning_rate: learning rate of these steps.
     """
 
     share: float = 0.8

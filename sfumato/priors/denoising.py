@@ -49,8 +49,12 @@ LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE = 64, 256  # with an autoencoder
 class PriorTraining:
     """Settings of a training.
 
-    - steps, batch_size, learning_rate: of Adam; the rate rises, then falls as a cosine.
-    - widths, context, attention: of the U-Net (`nets/unet.py`).
+    - steps: number of training steps of Adam.
+    - batch_size: images in a step.
+    - learning_rate: highest learning rate; it rises, then falls as a cosine.
+    - widths: channels of the U-Net (`nets/unet.py`) at each resolution.
+    - context: width of its embedding of noise level and class.
+    - attention: number of lowest resolutions with self-attention.
     - flip: mirror images at random; not for text or other images with a direction.
     """
 
@@ -92,7 +96,8 @@ def train_prior(
     - start: a prior with a network of the same widths, whose training is continued with these images; default none.
     - settings: of the training and the network.
     - resume: continue an interrupted training in that folder, default False.
-    - seed: of initial weights, order and noise, default 0. device: default "cpu".
+    - seed: of initial weights, order and noise, default 0.
+    - device: default "cpu".
     - workers: compute embeddings and gradients there (`cluster.connect`), with one part of each batch for each worker;
       default: in this process. The prior is the same up to rounding.
     """
@@ -365,7 +370,8 @@ def draw_images(
       2024); 1: none.
     - start: images [N, C, H, W] to vary: noise of the level `highest` is added to them, and removed by the network. The
       higher the level, the less of an image is left. Default: no images, only noise.
-    - highest: first noise level. limit: largest absolute value; that of pixels is 1.
+    - highest: first noise level.
+    - limit: largest absolute value; that of pixels is 1.
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, highest)
     on_gpu, parts = device.type == "cuda", []

@@ -40,8 +40,11 @@ TEMPLATE = "report.html.j2"
 class ReportRun:
     """What a report shows of one run.
 
-    - name: name of the folder; certificate: its certificate; images: its synthetic images.
-    - metrics: content of `metrics.json`; verification: result of `verify`, if it was checked.
+    - name: name of the folder.
+    - certificate: its certificate.
+    - images: its synthetic images.
+    - metrics: content of `metrics.json`.
+    - verification: result of `verify`, if it was checked.
     - test: public real images to show beside the synthetic ones.
     """
 

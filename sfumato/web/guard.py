@@ -85,7 +85,8 @@ def _hash(secret: str) -> str:
 class GuardMiddleware:
     """Refuse requests without a session and those that come from other sites; set headers of every response.
 
-    - door: the sessions; cookie: name of the cookie.
+    - door: the sessions.
+    - cookie: name of the cookie.
     - refuse: returns the page for a request without a session.
     """
 

@@ -186,7 +186,8 @@ class RunStore:
         """Start a run, once for each request: a form that is sent twice spends the budget once.
 
         - request: 32 hexadecimal digits that the form carries.
-        - source: name of the data below the root; about: what else the page shows.
+        - source: name of the data below the root.
+        - about: what else the page shows.
         - arguments: function of the output folder that returns the arguments of `sfumato`.
         """
         if not REQUEST.fullmatch(request):

@@ -297,8 +297,10 @@ class Pages:
 def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: int = 2) -> tuple[Starlette, Door]:
     """Return the application and its store of tokens and sessions.
 
-    - root: folder below which data may be chosen; runs: folder of the runs.
-    - hosts: names by which the server may be called; port: part of the cookie's name.
+    - root: folder below which data may be chosen.
+    - runs: folder of the runs.
+    - hosts: names by which the server may be called.
+    - port: part of the cookie's name.
     - limit: runs at a time.
     """
     door, folders = Door(), AllowedFolders(root, runs)
@@ -325,7 +327,8 @@ def serve(
     """Serve the page until Ctrl-C. Runs go on without the server.
 
     - root, runs, limit: see `create_app`.
-    - host, port: address to listen on; port 0 takes a free one. names: other names of the host.
+    - host, port: address to listen on; port 0 takes a free one.
+    - names: other names of the host.
     - announce: called with the link that lets one person in.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

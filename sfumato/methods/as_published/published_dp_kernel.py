@@ -35,8 +35,8 @@ class PublishedKernelGenerator(GeneratorMethod):
     """
 
     key: ClassVar[str] = "dp-kernel-as-published"
-    paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
-    summary: ClassVar[str] = "dp-kernel's published training; not private"
+    paper: ClassVar[str] = "Jiang et al., NeurIPS 2023"
+    summary: ClassVar[str] = "train dp-kernel as its authors do; not private"
     guarantee: ClassVar[str] = "none"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"steps": 1800}}
 
