@@ -51,7 +51,7 @@ def trace(function: Callable[..., Any], *examples: Any, subject: str = "this fea
 
 
 def per_record(graph: GraphModule, shared: int, records: int) -> Callable[..., Any]:
-    """Return the graph mapped over a batch. Guarantee: by `torch.vmap`, a row depends on its record and `shared` only."""
+    """Return the graph mapped over a batch by `vmap`. Guarantee: a row depends on its record and `shared` only."""
     return torch.vmap(graph, in_dims=(None,) * shared + (0,) * records, randomness="error")
 
 
