@@ -1,6 +1,6 @@
 """The command line interface: parse options, call the public API, print results.
 
-The modules of the commands import PyTorch inside functions only, so that help and usage errors are printed at once.
+The modules of the commands import PyTorch inside functions only, so help and usage errors are printed at once.
 """
 
 from __future__ import annotations

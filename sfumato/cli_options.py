@@ -1,6 +1,6 @@
 """What commands share: options, groups of them and the values they parse to; advice before a fit, and Ctrl-C in it.
 
-This module and those of the commands import PyTorch only inside functions, so that a usage error is printed at once.
+This module and those of the commands import PyTorch only inside functions, so a usage error is printed at once.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Two worlds: the data set *without* one unit, and *with* it. An attack gives each
 
 - `clopper_pearson`: no assumption. (epsilon, delta)-DP implies 1 - FNR <= e^epsilon FPR + delta, and the same with the
   two rates exchanged; the rates have exact binomial intervals (Jagielski, Ullman, Oprea 2020).
-- `gaussian`: the mechanism is Gaussian, of unknown noise, so that FPR and FNR give mu of mu-Gaussian DP (Nasr et al.
+- `gaussian`: the mechanism is Gaussian, of unknown noise, so FPR and FNR give mu of mu-Gaussian DP (Nasr et al.
   2023). With Poisson samples: the planned releases, with the planned sampling probabilities, and all noise multiplied
   by one unknown factor. A sound program satisfies this (factor 1), so a bound above its claim refutes it. If a fault
   breaks the assumption, by how much the bound exceeds the claim is an estimate.

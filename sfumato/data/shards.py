@@ -32,7 +32,7 @@ from sfumato.data.parallel import map_in_order
 from sfumato.data.storage import FileRows, Spool
 
 SUFFIXES = (".tar", ".parquet")
-SHARDS = 32  # of a source that is not made of shard files; a constant, so that it depends on no image
+SHARDS = 32  # of a source that is not made of shard files; a constant, so it depends on no image
 WILD = re.compile(r"[*?\[]")
 
 

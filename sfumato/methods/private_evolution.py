@@ -13,7 +13,7 @@ images. In each of `rounds` generations:
 Samples are variations of the last candidates, in proportion to their votes. With `adapt` the prior learns from noisy
 moments and gradients first (`embedding_painter.py`, `curriculum_painter.py`): "tune, then vote".
 
-A vote is a softmax over distances, not a one-hot vector: a row of non-negative numbers whose sum is 1, so that its norm
+A vote is a softmax over distances, not a one-hot vector: a row of non-negative numbers whose sum is 1, so its norm
 is at most 1. A one-hot vote would jump where an image is equally far from two candidates, and the rounding errors of a
 batch could move it; no margin covers that (proof 4 of docs/proofs.md). The softmax is continuous: its norm changes by
 at most 2 / TEMPERATURE of the change of an embedding, which the margin covers (`TEMPERATURE`).

@@ -8,9 +8,9 @@ deleted: which one is kept depends on all of them. Here everything is one plan, 
 3. Release the noisy sum, over the private images, of each CNN's probability of the true class. Keep the candidate with
    the largest sum; that is post-processing, too ("report noisy max" with Gaussian noise).
 
-Proof of the price. All releases are fixed before the first image is read, so that the adaptive composition of the
+Proof of the price. All releases are fixed before the first image is read, so the adaptive composition of the
 Gaussian mechanisms in the plan bounds everything that is learned (`privacy/accounting.py`): the releases of all n
-candidates, and one release of scores. A row of scores has n entries in [0, 1], divided by sqrt(n), so that its norm is
+candidates, and one release of scores. A row of scores has n entries in [0, 1], divided by sqrt(n), so its norm is
 at most 1. The kept model and the choice are functions of these releases. With releases on all images the price has a
 closed form: a candidate that alone would have noise z has z sqrt(n / (1 - s)), where s = `SCORE_SHARE` is the part of
 the scores; then the sum of 1 / noise² over the plan is that of one candidate alone. Randomising the number of trials

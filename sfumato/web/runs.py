@@ -1,7 +1,7 @@
 """Runs: processes of their own (`sfumato synth`), with their state on disk.
 
 A run has a folder: `job.json` (what was asked for), `worker.lock` (locked while the process lives; the process inherits
-the lock, so that it holds without the server), `worker.pid`, `progress.json`, `log.txt`, `exit.json` (status, if the
+the lock, so it holds without the server), `worker.pid`, `progress.json`, `log.txt`, `exit.json` (status, if the
 server saw the end), and the folder to share. A server that starts later finds all of it. Nothing deletes a run: its
 ledger is the record of what was spent.
 """
