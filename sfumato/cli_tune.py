@@ -104,10 +104,10 @@ def tune(
 def _tuned(method: Synthesizer, grid: list[dict[str, Any]]) -> Synthesizer:
     """Return the method that chooses among candidates; what was set applies to all of them."""
     from sfumato.methods.registry import create
-    from sfumato.methods.tuned import SHARED
+    from sfumato.methods.tuned import SHARED_PARAMETERS
 
     given = {name: getattr(method, name) for name in method.get_params() if name in method._given}
-    shared = {name: given.pop(name) for name in (*SHARED, "preset") if name in given}
+    shared = {name: given.pop(name) for name in (*SHARED_PARAMETERS, "preset") if name in given}
     listed = [{**given, **each} for each in grid]
     return create("tuned", base=method.key, grid=json.dumps(listed), **shared).validate()
 

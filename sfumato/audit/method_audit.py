@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from sfumato.audit.black_box import FEWEST, Game, OneRunAudit, audit_one_run, distinguish
+from sfumato.audit.black_box import MIN_RUNS, Game, OneRunAudit, audit_one_run, distinguish
 from sfumato.audit.faults import fault_named
 from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds, runs_needed
 from sfumato.audit.mechanism import audit_mechanism
@@ -19,7 +19,7 @@ from sfumato.audit.published import STEPS, audit_published
 from sfumato.audit.reference import SmallClassifier
 from sfumato.audit.small_settings import Make, small, with_vault
 from sfumato.audit.structural import Finding, check_structure, structure_to_dict
-from sfumato.audit.white_box import HISTORIES, exact_sums, score_trials, white_box
+from sfumato.audit.white_box import MIN_HISTORIES, exact_sums, score_trials, white_box
 from sfumato.engine import GradientVault
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import list_methods, method_type
@@ -28,7 +28,7 @@ from sfumato.testing import UnsoundError
 
 MECHANISMS = ("gaussian", "discrete-gaussian")  # audited without a method around them
 STRUCTURAL_FITS = 24
-PROBED = 200  # images of a run that measures the cost
+TIMING_IMAGES = 200  # images of a run that measures the cost
 WHITE_BOX, BLACK_BOX, RUNS = "white-box", "black-box", 40
 CAVEAT = "A lower bound below the claim is no proof of privacy: it may show only that the attack is weak."
 
@@ -157,7 +157,7 @@ def estimate_seconds(target: str, options: AuditOptions) -> float:
     if not options.structural:
         started = time.monotonic()
         score_trials(recorded, replayed, 100, True)
-        attack = 2 * (HISTORIES + options.runs) * fit + options.trials * 2 * (time.monotonic() - started) / 100
+        attack = 2 * (MIN_HISTORIES + options.runs) * fit + options.trials * 2 * (time.monotonic() - started) / 100
         total += min(attack, options.seconds)
     return total
 
@@ -224,7 +224,7 @@ def audit_canaries(target: str, options: AuditOptions, game: Game, shadows: int 
 def estimate_canary_seconds(target: str, options: AuditOptions, game: Game, shadows: int = 0) -> float:
     """Return about how long `audit_canaries` takes, from a run on a few of the images."""
     make, vault = prepare(target, options)
-    few = game.images.subset(range(min(PROBED, len(game.images))))
+    few = game.images.subset(range(min(TIMING_IMAGES, len(game.images))))
     started = time.monotonic()
     with redirect_stdout(io.StringIO()):
         with_vault(make, vault)().fit(few)
@@ -244,7 +244,7 @@ def _attack(report: AuditReport, make: Make, vault: type[GradientVault] | None) 
     Either bound may refute the claim, so they hold together with the confidence that is asked for.
     """
     options, started = report.options, time.monotonic()
-    both = options.runs >= FEWEST
+    both = options.runs >= MIN_RUNS
     confidence = 1 - (1 - options.confidence) / (2 if both else 1)
     assert report.bounds is not None
     pair = neighbours(options.kind)

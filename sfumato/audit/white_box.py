@@ -35,7 +35,7 @@ from sfumato.engine import GradientVault
 from sfumato.privacy import Plan
 from sfumato.testing import Answer, Tape, UnsoundError, record
 
-HISTORIES = 8  # at least this many runs of the method, each with its own releases
+MIN_HISTORIES = 8  # runs of the method, each with its own releases
 MAX_NUMBERS = 2_000_000  # noise values in memory at a time
 
 
@@ -70,7 +70,7 @@ def white_box(
     vault: type[GradientVault] | None = None,
     advance: Callable[[int, int], None] = lambda *_: None,
 ) -> Trials:
-    """Return scores of at least `trials` trials in each world, from `HISTORIES` or more runs of a method.
+    """Return scores of at least `trials` trials in each world, from `MIN_HISTORIES` or more runs of a method.
 
     - make: returns the method; add-remove adjacency.
     - pair: the neighbouring sets.
@@ -83,9 +83,9 @@ def white_box(
     found = Trials(model.plan(model.public_facts(pair.with_unit)))
     if not found.plan.releases or not found.plan.budget.private:
         raise ValueError(f"{model.key} makes no noised releases; use the black-box audit")
-    each, started = math.ceil(trials / HISTORIES), time.monotonic()
+    each, started = math.ceil(trials / MIN_HISTORIES), time.monotonic()
     try:
-        for number in range(HISTORIES):
+        for number in range(MIN_HISTORIES):
             if found.present and time.monotonic() - started > seconds:
                 found.interrupted = True
                 break
@@ -93,7 +93,7 @@ def white_box(
             present, absent = (score_trials(recorded, replayed, each, world) for world in (True, False))
             found.present.append(present)
             found.absent.append(absent)
-            advance(number + 1, HISTORIES)
+            advance(number + 1, MIN_HISTORIES)
     except KeyboardInterrupt:
         if not found.present:
             raise

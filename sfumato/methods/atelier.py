@@ -62,8 +62,16 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
-WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
-WITHOUT_PRIOR = ("variety", "paths", "batch_size", "painter", "generator", "teacher.cnn_images", "teacher.components")
+ONLY_WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
+ONLY_WITHOUT_PRIOR = (
+    "variety",
+    "paths",
+    "batch_size",
+    "painter",
+    "generator",
+    "teacher.cnn_images",
+    "teacher.components",
+)
 Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -163,7 +171,7 @@ class Atelier(Synthesizer):
 
     def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
         found = self._painter(public).in_use()
-        found |= dict.fromkeys(WITHOUT_PRIOR if self.prior else WITH_PRIOR)
+        found |= dict.fromkeys(ONLY_WITHOUT_PRIOR if self.prior else ONLY_WITH_PRIOR)
         if self.prior and self.disagreement == "relabel":
             found["disagreement"] = "drop", "with a prior"
         if not _has_classes(public):

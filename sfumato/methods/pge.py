@@ -43,8 +43,8 @@ from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
-MIDDLE = 4  # pixels across in the middle of the network, at most
-TUNED = (*FEW_PARAMETERS_LABELLED, ".code_projection.")  # parameters of a prior that are trained
+MAX_MIDDLE_SIDE = 4  # pixels across in the middle of the network, at most
+TRAINED_PARAMETERS = (*FEW_PARAMETERS_LABELLED, ".code_projection.")  # parameters of a prior that are trained
 VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten megabytes each
 
 
@@ -227,7 +227,7 @@ class GradientEstimation(Synthesizer):
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         if self.prior:
             return tuple(self._load_prior(public).card.widths)
-        halvings = max(1, math.ceil(math.log2(max(self._maps(public)[1:]) / MIDDLE)))
+        halvings = max(1, math.ceil(math.log2(max(self._maps(public)[1:]) / MAX_MIDDLE_SIDE)))
         return (self.width, *[2 * self.width] * halvings)
 
     def _middle(self, public: PublicFacts) -> tuple[int, int]:
@@ -246,7 +246,7 @@ class GradientEstimation(Synthesizer):
             shares = torch.full((len(public.classes), prior.card.classes), 1 / prior.card.classes)
             network = prior.network().with_classes(shares, code=code)
             for name, parameter in network.named_parameters():
-                parameter.requires_grad_(any(part in name for part in TUNED))
+                parameter.requires_grad_(any(part in name for part in TRAINED_PARAMETERS))
             return network.to(self.torch_device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)

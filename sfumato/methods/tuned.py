@@ -47,7 +47,7 @@ from sfumato.nets.classifiers import small_cnn
 from sfumato.nets.training import state_below
 from sfumato.privacy import Release
 
-SHARED = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
+SHARED_PARAMETERS = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
 SCORE_SHARE = 0.05  # of 1 / noise², for the scores
 MAX_CANDIDATES = 50
 PREFIX = "try{}-"
@@ -98,9 +98,9 @@ class Tuned(Synthesizer):
             raise ValueError("grid must be a JSON list of objects")
         if not 2 <= len(listed) <= MAX_CANDIDATES:
             raise ValueError(f"grid must list 2 to {MAX_CANDIDATES} candidates, not {len(listed)}")
-        if fixed := sorted({name for each in listed for name in each} & {*SHARED, "preset"}):
+        if fixed := sorted({name for each in listed for name in each} & {*SHARED_PARAMETERS, "preset"}):
             raise ValueError(f"{fixed[0]} is the same for all candidates; set it beside the grid")
-        shared = {name: getattr(self, name) for name in SHARED}
+        shared = {name: getattr(self, name) for name in SHARED_PARAMETERS}
         return [create(self.base, **shared, **each) for each in listed]
 
     def validate(self) -> Self:

@@ -31,18 +31,18 @@ from sfumato.progress import bar, track
 CHECKPOINT, PICTURE = "checkpoint.safetensors", "samples.png"
 CHECKPOINTS = 20  # of a training
 HELD_OUT, MAX_HELD_OUT = 0.02, 1000  # part of the images, and at most so many, that measure the loss
-DROPPED = 0.1  # of the conditions, so that the network also learns images of which nothing is known, for guidance
-UNLABELLED = 0.5  # of the labels; with the rest of the images only an embedding is known, or nothing
+CONDITION_DROPOUT = 0.1  # part of the conditions that are dropped in training, for guidance
+LABEL_DROPOUT = 0.5  # part of the labels that are dropped in training
 LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard deviation of their logarithm
 LOWEST, HIGHEST = 0.002, 80.0  # noise levels
 SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
-GUIDED = (0.2, 6.0)  # noise levels with guidance
+GUIDANCE_LEVELS = (0.2, 6.0)  # noise levels with guidance
 GPU_BATCH, CPU_BATCH = 2000, 50  # images drawn at once; more would not fit into the caches of a CPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
 EMBEDDED_AT_ONCE, ENCODED_AT_ONCE = 500, 100  # images
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
-LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE = 64, 256  # with an autoencoder
+MIN_ENCODED_SIDE, MAX_ENCODED_SIDE = 64, 256  # with an autoencoder
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _check_images(images: ImageSet, autoencoder: str) -> None:
     _, height, width = images.shape
     if autoencoder not in ("", *NAMES):
         raise DataError(f"there is no autoencoder {autoencoder!r}; available: {', '.join(NAMES)}")
-    low, high = (LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
+    low, high = (MIN_ENCODED_SIDE, MAX_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
     if height != width or not low <= height <= high:
         hint = "" if autoencoder or height <= MAX_SIDE else "; larger ones need an autoencoder (--autoencoder taef2)"
         kind = f"a prior with the autoencoder {autoencoder}" if autoencoder else "a prior"
@@ -231,8 +231,8 @@ class PublicBatches:
         chosen = torch.randint(self._held, len(self._labels), (count,), generator=generator, device=device)
         form = torch.randint(len(self._conditions), (count,), generator=generator, device=device)
         pixels, labels = self._maps(form, chosen), self._labels[chosen]
-        kept = torch.rand(count, 1, generator=generator, device=device) >= DROPPED
-        unlabelled = torch.rand(count, generator=generator, device=device) < UNLABELLED
+        kept = torch.rand(count, 1, generator=generator, device=device) >= CONDITION_DROPOUT
+        unlabelled = torch.rand(count, generator=generator, device=device) < LABEL_DROPOUT
         noise = torch.randn(pixels.shape, generator=generator, device=device)
         levels = draw_levels(count, generator)
         return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[form, chosen]
@@ -410,7 +410,7 @@ def _draw_batch(
     def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
         levels = torch.full((len(x),), level, device=device)
         score = _compiled_score(network, x, levels, labels, condition)
-        if guidance != 1 and GUIDED[0] < level < GUIDED[1]:
+        if guidance != 1 and GUIDANCE_LEVELS[0] < level < GUIDANCE_LEVELS[1]:
             plain = score.clone()
             score = torch.lerp(_compiled_score(network, x, levels, none, nothing), plain, guidance)
         return x + level**2 * score
