@@ -1,14 +1,15 @@
-"""Private dataset condensation: LDPDC and NDPDC ("Differentially Private Dataset Condensation").
+"""LDPDC and NDPDC: "Differentially Private Dataset Condensation" (Zheng and Li, NDSS workshop 2024).
 
-The idea: a few images per class that teach a classifier what the whole set would. Each iteration takes a Poisson sample
-of every class and releases a noisy sum; all that follows is post-processing.
+Idea: find a few images per class that train a classifier as well as the whole set. Each iteration takes a Poisson
+sample of every class and releases a noisy sum; all that follows is post-processing.
 
-- `ldpdc` releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a synthetic image.
-- `ndpdc` releases noisy sums of embeddings by a fresh random network, clipped to norm G, of augmented images; synthetic
-  images descend on the squared distance between their own mean embedding and the released one. With `passes` the
-  released means are kept and matched again, in the networks that they were made with: a release is charged and noised
-  once, however often it is used. (Dosser, ICCV 2025, has this idea, but stores sums without noise and adds fresh noise
-  at each use.)
+- `ldpdc` (Algorithm 1) releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a
+  synthetic image.
+- `ndpdc` (Algorithm 2) releases noisy sums of embeddings of augmented images by a fresh random network, clipped to norm
+  G. Synthetic images descend on the squared distance between their own mean embedding and the released one. With
+  `passes` the released means are kept and matched again, in the networks that they were made with: a release is charged
+  and noised once, however often it is used. (Dosser, ICCV 2025, has this idea, but stores sums without noise and adds
+  fresh noise at each use.)
 
 Released: M (ldpdc) or I (ndpdc) noisy class sums over Poisson samples; noisy class counts unless sizes are declared.
 Public: image shape, class names; networks and augmentations, which are drawn from the user's seed.
@@ -56,6 +57,7 @@ class LinearCondenser(PrivateCondenser):
         sums = torch.zeros(self.images_per_class, len(public.classes), math.prod(public.shape), device=expected.device)
         for number in self._checkpoints.loop("averages", self.images_per_class, sums=sums):
             sums[number] = vault.sum(_pixels, release="sums", bound=bound, by_class=True)
+        # Algorithm 1: s_j = (N(0, σ² I) + Σ x) / L.
         images = (sums / expected).transpose(0, 1).reshape(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
@@ -143,6 +145,7 @@ class NonlinearCondenser(PrivateCondenser):
                 with_labels=True,
                 constants=[means, *view.tensors()],
             )
+            # Algorithm 2: the gradient of its loss moves means along (N(0, σ² I) + Σ clip(r(x), G)) / L - means.
             found = sums / (expected * self.bound)
             matcher.pull(view, found if self.residual else found - means)
             if self.passes > 1:

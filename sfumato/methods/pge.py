@@ -175,7 +175,10 @@ class GradientEstimation(Synthesizer):
         self.network_ = cast(ScoreNetwork, trainer.average.eval())
 
     def _train(self, vault: GradientVault, views: NoisyViews, trainer: Trainer) -> None:
-        """Train by DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
+        """Train by DP-SGD on score matching, in place of the randomised response of Eq. 6 to 8.
+
+        The noisy sum of clipped gradients is divided by the expected number of images.
+        """
         expected = self.sampling_prob * float(self.counts_.sum())
         low = self.network == "score" and self.score_settings.objective == "denoising"
         performance = gradient_performance(self.torch_device, expected, VIEWS_PER_BATCH // self.views, low=low)
@@ -273,7 +276,7 @@ class GradientEstimation(Synthesizer):
         return self._space(self._fitted()).decode(maps)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
-        """Return (images or latents for these labels, share of accepted trajectories)."""
+        """Draw by Algorithm 2, corrected; return images or latents, and the share of accepted trajectories."""
         public, device, settings = self._fitted(), self.torch_device, self.sampling
         levels = noise_levels(settings.levels, self.score_settings.lowest, self.score_settings.highest)
         x = levels[0] * torch.randn(len(labels), *self._maps(public), generator=generator, device=device)

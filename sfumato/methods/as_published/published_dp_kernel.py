@@ -88,7 +88,7 @@ def published_loss(
     noise: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return (MMD²)² with noised values of the exact function, as in the paper: five kernels, one-hot labels.
+    """Return (MMD²)² with noised values of the exact function (Eq. 4 and 5): five kernels, one-hot labels.
 
     The noise is a constant to the derivative. That is the leak.
     """
