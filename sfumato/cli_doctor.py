@@ -85,10 +85,10 @@ def estimate(source: DataOptions, options: MethodOptions) -> dict[str, Any]:
     model = options.create_for(source)
     outline = source.outline()
     times = estimate_time(model, model.public_facts(outline), len(outline))
-    return {"method": model.key, "fit": _words(times.fit), "10,000 images": _words(times.sample)}
+    return {"method": model.key, "fit": _rough_duration(times.fit), "10,000 images": _rough_duration(times.sample)}
 
 
-def _words(seconds: float) -> str:
+def _rough_duration(seconds: float) -> str:
     """Return a rough duration, in a unit that does not suggest precision."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} seconds"

@@ -1,4 +1,4 @@
-"""What commands share: options, groups of them and the values they parse to; advice before a fit, and Ctrl-C in it.
+"""Options that commands share, the values that they parse to, warnings before a fit, and the handling of Ctrl-C.
 
 This module and those of the commands import PyTorch only inside functions, so a usage error is printed at once.
 """

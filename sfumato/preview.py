@@ -1,4 +1,4 @@
-"""What a run would release, before it is made: for `sfumato plan` and the page of `sfumato serve`. Spends nothing."""
+"""Preview what a run would release, for `sfumato plan` and `sfumato serve`. A preview spends nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What condensation methods share: a few images per class, made once, matched in random networks."""
+"""Base classes of condensation methods: a few images per class, created once, matched in random networks."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Matcher:
         self._smooth = smoothness > 0
         self._velocity = torch.zeros_like(start)
         self._mean, self._done = torch.zeros_like(start), torch.zeros((), dtype=torch.int64)
-        self._look, self._pull = Graph(self._means), Graph(self._move)
+        self._means_graph, self._step_graph = Graph(self._means), Graph(self._step)
 
     def state_parts(self) -> dict[str, Any]:
         """Return the state that an iteration changes, for checkpoints."""
@@ -246,16 +246,16 @@ class Matcher:
 
     def means(self, view: View) -> torch.Tensor:
         """Return the mean embeddings of the current images, [classes, features]."""
-        found = self._look(view)
+        found = self._means_graph(view)
         assert found is not None
         return found
 
-    def pull(self, view: View, difference: torch.Tensor) -> None:
+    def step(self, view: View, difference: torch.Tensor) -> None:
         """Run one iteration: move the mean embeddings along `difference`, [classes, features]."""
         rate = self._rate
         if self._decay:
             rate *= (1 + math.cos(math.pi * int(self._done) / self._iterations)) / 2
-        self._pull(view, difference.float(), torch.full((), rate, device=difference.device))
+        self._step_graph(view, difference.float(), torch.full((), rate, device=difference.device))
         self._done += 1
         if self._count > 0:
             self._mean += (self.images - self._mean) / self._count
@@ -285,7 +285,7 @@ class Matcher:
         with torch.no_grad():
             return torch.cat([self._embedded(view, self.images[part], self.labels[part]) for _, part in self._parts()])
 
-    def _move(self, view: View, difference: torch.Tensor, rate: torch.Tensor) -> None:
+    def _step(self, view: View, difference: torch.Tensor, rate: torch.Tensor) -> None:
         for classes, part in self._parts():
             images = self.images[part].detach().requires_grad_(True)
             with torch.enable_grad():

@@ -93,7 +93,7 @@ class DistributionMatching(Condenser):
         for _ in self._checkpoints.loop("matching", self.iterations, views=views, matcher=matcher):
             view = views.next()
             targets = mean_embeddings(view, *next(batches), len(public.classes))
-            matcher.pull(view, targets - matcher.means(view))
+            matcher.step(view, targets - matcher.means(view))
         self._keep(matcher.result(), matcher.labels)
 
 

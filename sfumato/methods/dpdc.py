@@ -147,7 +147,7 @@ class NonlinearCondenser(PrivateCondenser):
             )
             # Algorithm 2: the gradient of its loss moves means along (N(0, σ² I) + Σ clip(r(x), G)) / L - means.
             found = sums / (expected * self.bound)
-            matcher.pull(view, found if self.residual else found - means)
+            matcher.step(view, found if self.residual else found - means)
             if self.passes > 1:
                 state["kept"][number] = means + scale * found if self.residual else found
         if self.passes > 1:
@@ -161,7 +161,7 @@ class NonlinearCondenser(PrivateCondenser):
             if number % self.iterations == 0:
                 views.restart()
             view = views.next()
-            matcher.pull(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
+            matcher.step(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
 
     def _rows(self, kind: View) -> Callable[..., torch.Tensor]:
         """Return the released rows as a function of images, labels, synthetic means and a view's tensors."""

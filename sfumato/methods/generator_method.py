@@ -1,4 +1,4 @@
-"""What methods with a generator share: the network, its training, and samples from it."""
+"""Base class of methods with a generator: the network, its training, and samples from it."""
 
 from __future__ import annotations
 

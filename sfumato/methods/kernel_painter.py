@@ -228,7 +228,7 @@ class KernelPainter:
         sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
         if training.common_share:
             common = vault.sum(features, release="common", bound=1.0)
-            sums = reconcile(sums, common, training.common_share)
+            sums = combine_with_common_sum(sums, common, training.common_share)
         held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
         held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
         means = sums / counts
@@ -338,7 +338,7 @@ class PathTraining(GeneratorTraining):
         self.trainer.descend(loss)
 
 
-def reconcile(sums: torch.Tensor, common: torch.Tensor, share: float) -> torch.Tensor:
+def combine_with_common_sum(sums: torch.Tensor, common: torch.Tensor, share: float) -> torch.Tensor:
     """Combine class sums [classes, n] with the sum over all classes, released with `share` of the budget.
 
     Least squares: with noise² of 1 / (1 - share) in a class's sum and 1 / share in the common one, each class takes its

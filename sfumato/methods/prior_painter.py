@@ -1,4 +1,4 @@
-"""What painters with a prior share: the public networks, their releases, training by DP-SGD.
+"""Base class of painters with a prior: the public networks, their releases, training by DP-SGD.
 
 A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py`
 conditions it on embeddings of a class; `curriculum_painter.py` teaches it the classes.

@@ -1,4 +1,4 @@
-"""What the network of a prior draws: pixels in its own channels, or the maps of an autoencoder (latents).
+"""Spaces in which the network of a prior draws: pixels in its own channels, or latents of an autoencoder (*maps*).
 
 Private images are encoded through `Vault.map`: each by itself, by a public network.
 """
