@@ -304,7 +304,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, digits: ImageSet, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "pull", fail)
+        patch.setattr(Matcher, "step", fail)
         with pytest.raises(KeyboardInterrupt):
             quick("ndpdc").fit(digits, run_dir=tmp_path / "run")
     with Ledger(tmp_path / "run" / "ledger.jsonl") as ledger:
