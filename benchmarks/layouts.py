@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks import audit_layouts
-from benchmarks.markdown import CAPTION, markdown, source, table
+from benchmarks.markdown import CAPTION, markdown, source, table, wrapped
 from benchmarks.store import CONVOLUTIONAL, ROOT, summary, values
 
 Query = Mapping[str, Any]  # the table and fields of rows that match; "measure" may be several
@@ -313,7 +313,7 @@ def speed_gradients() -> str:
         "One noised gradient sum, median of the repeats. Ratios are to the faster step without privacy of the same run."
     )
     command = "`python -m benchmarks speed-gradients` → [`speed-gradients.json`](results:speed-gradients.json)."
-    return "\n\n".join([*parts, f"{note} {command}"])
+    return "\n\n".join([*parts, wrapped(f"{note} {command}")])
 
 
 def speed_methods() -> str:
@@ -325,7 +325,8 @@ def speed_methods() -> str:
     note = "Our program and the authors' on one H200, alternating; in brackets the number of runs where it is not 3. "
     note += "A step of `dp-lflow` trains one class in theirs, ten in ours. `python -m benchmarks NAME --authors "
     files = ", ".join(f"[`{name}.json`](results:{name}.json)" for name in names)
-    return f"{markdown(['method', 'program', 'steps per second', 'ratio'], rows)}\n\n{note}FOLDER` → {files}."
+    body = markdown(["method", "program", "steps per second", "ratio"], rows)
+    return f"{body}\n\n{wrapped(f'{note}FOLDER` → {files}.')}"
 
 
 def speed_parts() -> str:
@@ -344,7 +345,8 @@ def speed_parts() -> str:
         ratio = ours / theirs if "per second" in row["job"] else theirs / ours
         rows.append([row["job"].partition(", ")[0], table("speed-fidelity")["device"], f"{ratio:.1f}"])
     note = "Beside Kymatio, `dp_accounting`, a Pillow loop, efficientnet_lite_pytorch and torchmetrics. "
-    return f"{markdown(['part', 'device', 'times as fast'], rows)}\n\n{note}`python -m benchmarks speed-scattering`, …"
+    caption = wrapped(f"{note}`python -m benchmarks speed-scattering`, …")
+    return f"{markdown(['part', 'device', 'times as fast'], rows)}\n\n{caption}"
 
 
 CLUSTER_AIMS = {  # by job, of the ratio
@@ -366,11 +368,11 @@ def cluster() -> str:
             words = ", ".join(f"{what.replace('_', ' ')} {value:g}" for what, value in row["measured"].items())
             words += f", slower: {row['slower']}" if "slower" in row else ""
             rows.append([row["job"], device, CLUSTER_AIMS.get(row["job"], ""), words])
-    note = "Times in seconds, on a shared machine: upper bounds. Ratios within one run: speed relative to "
-    note += "this process (last row: two workers to one); memory relative to 100,000 images; time of a query from the "
-    note += "shards again to that from kept rows; time relative to one thread beside a busy program. "
+    note = "Times are in seconds, on a shared machine: upper bounds. Ratios are within one run: speed relative to this "
+    note += "process (`start, …`: two workers to one); memory relative to 100,000 images; a query from the shards "
+    note += "relative to one from kept rows; time relative to one thread beside a busy program. "
     files = ", ".join(f"`python -m benchmarks {name}` → [`{name}.json`](results:{name}.json)" for name in tables)
-    return f"{markdown(['', 'device', 'aim', 'measured'], rows)}\n\n{note}{files}."
+    return f"{markdown(['', 'device', 'aim', 'measured'], rows)}\n\n{wrapped(f'{note}{files}.')}"
 
 
 def speed_versions() -> str:
@@ -394,7 +396,8 @@ def speed_versions() -> str:
         "one run on a shared machine. Steps without privacy vary: 8.4 and 10.4 ms on the H200 for one class. "
         "0.1.0 has no `python -m benchmarks speed-versions`: each version ran its own program"
     )
-    return f"{markdown(header, body)}\n\n{note} → [`speed-versions.json`](results:speed-versions.json)."
+    caption = wrapped(f"{note} → [`speed-versions.json`](results:speed-versions.json).")
+    return f"{markdown(header, body)}\n\n{caption}"
 
 
 def systems() -> list[dict[str, Any]]:
@@ -481,7 +484,7 @@ def field_fid() -> str:
         "protocols. Deep classifiers: best and mean of DPImageBench's three networks. `python -m benchmarks NAME` with "
         "`field`, `priors`, `private-evolution` or `dp-mepf`."
     )
-    return f"{markdown(header, body)}\n\n{note}"
+    return f"{markdown(header, body)}\n\n{wrapped(note)}"
 
 
 def faces_and_scans() -> str:

@@ -135,6 +135,7 @@ def _examples(epilog: str) -> str:
 
 def _plain(text: str) -> str:
     """Return help text without Rich's markup."""
+    text = re.sub(r" \[dim\]\\\[default: (.*?)\]\[/dim\]", r" Default: `\1`.", text)
     return re.sub(r"\[/?(bold|red|green|dim)\]", "", text).replace("<", "&lt;")
 
 

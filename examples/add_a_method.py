@@ -24,7 +24,7 @@ class CosineGaussian(Synthesizer):
 
     key: ClassVar[str] = "cosine-gaussian"
     paper: ClassVar[str] = "none (an example)"
-    summary: ClassVar[str] = "a Gaussian per class in a low-frequency cosine basis"
+    summary: ClassVar[str] = "fit a Gaussian per class in a low-frequency cosine basis"
     frequencies: int = 6
 
     def _releases(self, public: PublicFacts) -> list[sf.Release]:

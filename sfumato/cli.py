@@ -1,6 +1,6 @@
 """The command line interface: parse options, call the public API, print results.
 
-The modules of the commands import PyTorch inside functions only, so that help and usage errors are printed at once.
+The modules of the commands import PyTorch inside functions only, so help and usage errors are printed at once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from sfumato.cli_options import (
     parse_assignments,
     read_like,
     resumable,
+    with_default,
     with_option_groups,
 )
 from sfumato.cli_prior import prior_app
@@ -179,7 +180,10 @@ def sample(
     target: Annotated[
         Path, typer.Option("--out", "-o", help="Write to this folder, FILE.npz or FILE.parquet, with a certificate.")
     ],
-    number: Count = None,
+    number: Annotated[
+        int | None,
+        typer.Option("--number", "-n", min=1, help=with_default("Set the number of synthetic images.", "1,000")),
+    ] = None,
     label: Annotated[str | None, typer.Option(help="Draw only this class.")] = None,
     params: AfterFit = None,
     seed: Annotated[

@@ -95,14 +95,17 @@ def compare(
     plans = [model.plan(model.public_facts(images)) for model in models]
     cost = None if public else sweep.cost_of(plans)
     chosen = every[part - 1 :: parts]
-    _say(f"{len(every)} runs; " + ("the images are declared public, so they cost nothing" if public else _price(cost)))
+    _print_note(
+        f"{len(every)} runs; "
+        + ("the images are declared public, so they cost nothing" if public else _cost_text(cost))
+    )
     sweep.check_affordable(chosen, models[0].public_facts(images), budget)
     target.mkdir(parents=True, exist_ok=True)
     write_config(ctx, target.resolve().with_name(f"{target.resolve().name}.toml"))
     options = {"number": number, "budget": budget, "max_per_person": source.max_per_person}
     executor = connect(cluster, **({} if workers is None else {"workers": workers}))
     try:
-        failed = sweep.run_cells(chosen, images, held_out, report=_say, executor=executor, **options)
+        failed = sweep.run_cells(chosen, images, held_out, report=_print_note, executor=executor, **options)
     finally:
         executor.close()
     results = sweep.write_results(every, target, public=public, cost=cost)
@@ -114,13 +117,13 @@ def compare(
         raise typer.Exit(1)
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     from sfumato import console
 
     console.err.print(escape(line), soft_wrap=True)
 
 
-def _price(cost: Cost | None) -> str:
+def _cost_text(cost: Cost | None) -> str:
     if cost is None:
         return "some have no guarantee"
     return f"together they cost epsilon {cost.epsilon:.3g} at delta {cost.delta:g}"

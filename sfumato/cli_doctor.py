@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfumato.cli_options import DataOptions, Json, MethodOptions
+from sfumato.cli_options import DataOptions, Json, MethodOptions, with_default
 
 EXTRAS = {
     "parquet": (["pyarrow"], "Parquet files"),
@@ -30,7 +30,7 @@ def doctor(
     size: Annotated[int | None, typer.Option(help="Resize the images to this many pixels.")] = None,
     mode: Annotated[str | None, typer.Option(help="Convert the images to grey or rgb.")] = None,
     method: Annotated[str, typer.Option("--method", "-m", help="Estimate the time of this method.")] = "auto",
-    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help="Set epsilon.", show_default="1.0")] = None,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", "-e", help=with_default("Set epsilon.", "1.0"))] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Read the images without labels.")] = False,
     classes: Annotated[str | None, typer.Option(help="Declare the class names or their number.")] = None,
     as_json: Json = False,
@@ -85,10 +85,10 @@ def estimate(source: DataOptions, options: MethodOptions) -> dict[str, Any]:
     model = options.create_for(source)
     outline = source.outline()
     times = estimate_time(model, model.public_facts(outline), len(outline))
-    return {"method": model.key, "fit": _words(times.fit), "10,000 images": _words(times.sample)}
+    return {"method": model.key, "fit": _rough_duration(times.fit), "10,000 images": _rough_duration(times.sample)}
 
 
-def _words(seconds: float) -> str:
+def _rough_duration(seconds: float) -> str:
     """Return a rough duration, in a unit that does not suggest precision."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} seconds"

@@ -25,6 +25,7 @@ from sfumato.cli_options import (
     read_like,
     read_synthetic,
     size_and_mode,
+    with_default,
 )
 
 NO_NETWORK = ". Or pass --network none, to measure utility only"
@@ -46,8 +47,10 @@ def evaluate(
     network: Annotated[
         list[str] | None,
         typer.Option(
-            help="Choose a feature network for fidelity: effnet_lite0, inception (FID) or none; repeatable.",
-            show_default="effnet_lite0",
+            help=with_default(
+                "Choose a feature network for fidelity: effnet_lite0, inception (FID) or none; repeatable.",
+                "effnet_lite0",
+            ),
         ),
     ] = None,
     target: Annotated[

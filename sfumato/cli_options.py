@@ -1,6 +1,6 @@
-"""What commands share: options, groups of them and the values they parse to; advice before a fit, and Ctrl-C in it.
+"""Options that commands share, the values that they parse to, warnings before a fit, and the handling of Ctrl-C.
 
-This module and those of the commands import PyTorch only inside functions, so that a usage error is printed at once.
+This module and those of the commands import PyTorch only inside functions, so a usage error is printed at once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ METHOD = "Method and privacy"
 RUN = "Run and certificate"
 CLUSTER = "Shards and cluster"
 
+
+def with_default(text: str, default: str) -> str:
+    """Return a help text with a default value that Typer does not know, because the option's own default is None."""
+    return rf"{text} [dim]\[default: {default}][/dim]"
+
+
 Split = Annotated[
     str, typer.Option(help="Read the train or test split, if the source has both.", rich_help_panel=IMAGES)
 ]
@@ -54,7 +60,7 @@ AdjacencyOption = Annotated[
 ]
 Count = Annotated[
     int | None,
-    typer.Option("--number", "-n", min=1, help="Set the number of synthetic images."),
+    typer.Option("--number", "-n", min=1, help=with_default("Set the number of synthetic images.", "10,000")),
 ]
 Seed = Annotated[int, typer.Option(help="Set the seed of the samples.")]
 Device = Annotated[str, typer.Option(help="Compute on this device: auto, cpu or cuda.")]
@@ -134,8 +140,8 @@ class DataOptions:
     several: Annotated[
         str,
         typer.Option(
-            help="Give an image with several labels (a|b) the class of its combination (combine), or the first of "
-            "--classes among them (first).",
+            help="Treat several labels per image (a|b) as one class (combine), or take the first of --classes that the "
+            "image has (first).",
             rich_help_panel=IMAGES,
         ),
     ] = "combine"
@@ -209,22 +215,20 @@ class MethodOptions:
         typer.Option(
             "--epsilon",
             "-e",
-            help="Set epsilon; a smaller one is more private. inf adds no noise.",
-            show_default="1.0",
+            help=with_default("Set epsilon; a smaller one is more private. inf adds no noise.", "1.0"),
             rich_help_panel=METHOD,
         ),
     ] = None
     delta: Annotated[
         float | None,
         typer.Option(
-            help="Set delta. Choose it far below 1 / number of images.", show_default="1e-5", rich_help_panel=METHOD
+            help=with_default("Set delta. Choose it far below 1 / number of images.", "1e-5"), rich_help_panel=METHOD
         ),
     ] = None
     adjacency: Annotated[
         str | None,
         typer.Option(
-            help="Set the neighbouring relation: add-remove or replace-one.",
-            show_default="add-remove",
+            help=with_default("Set the neighbouring relation: add-remove or replace-one.", "add-remove"),
             rich_help_panel=METHOD,
         ),
     ] = None
@@ -235,14 +239,13 @@ class MethodOptions:
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Set the seed of initial weights and samples. It never affects the privacy noise.",
-            show_default="0",
+            help=with_default("Set the seed of initial weights and samples. It never affects the privacy noise.", "0"),
             rich_help_panel=METHOD,
         ),
     ] = None
     device: Annotated[
         str | None,
-        typer.Option(help="Compute on this device: auto, cpu or cuda.", show_default="auto", rich_help_panel=METHOD),
+        typer.Option(help=with_default("Compute on this device: auto, cpu or cuda.", "auto"), rich_help_panel=METHOD),
     ] = None
 
     def choice(self, source: DataOptions) -> Choice | None:
@@ -489,7 +492,7 @@ def check_before_fit(model: Synthesizer, images: ImageSet | ShardedImages, run: 
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """After Ctrl-C, print how to continue the run, and exit with status 130. Remove a folder that stayed empty."""
+    """Handle Ctrl-C: print how to continue the run, exit with status 130. Remove a folder that stayed empty."""
     from sfumato import console
     from sfumato.methods.checkpoints import started
     from sfumato.progress import show_spending

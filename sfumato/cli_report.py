@@ -12,7 +12,7 @@ from sfumato.cli_options import Json, read_like
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that synth wrote. Several are compared.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders that synth wrote; several are compared.")],
     target: Annotated[Path, typer.Option("--out", "-o", help="Write the page to this file.")] = Path("report.html"),
     test: Annotated[
         str | None, typer.Option(help="Show some of these real images, too. This declares them public.")
@@ -20,7 +20,7 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a page for people: images, the guarantee in plain words, quality. Several runs are compared."""
+    """Write an HTML report of one run, or compare several: images, the guarantee in plain words, quality."""
     if target.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"--out must end in .html, got {target}")
     from sfumato import console

@@ -74,7 +74,7 @@ def tune(
     if taken:
         raise typer.BadParameter(f"{taken[0]} is given by --set and --try; pass only one of them")
     if public:
-        return _choose_freely(method, grid, source, str(test), number, as_json)
+        return _choose_on_public_images(method, grid, source, str(test), number, as_json)
     from sfumato import console
     from sfumato.methods.parameters import usable_device
     from sfumato.synthesize import check_output, check_signing_key, check_sources, synthesize
@@ -104,15 +104,15 @@ def tune(
 def _tuned(method: Synthesizer, grid: list[dict[str, Any]]) -> Synthesizer:
     """Return the method that chooses among candidates; what was set applies to all of them."""
     from sfumato.methods.registry import create
-    from sfumato.methods.tuned import SHARED
+    from sfumato.methods.tuned import SHARED_PARAMETERS
 
     given = {name: getattr(method, name) for name in method.get_params() if name in method._given}
-    shared = {name: given.pop(name) for name in (*SHARED, "preset") if name in given}
+    shared = {name: given.pop(name) for name in (*SHARED_PARAMETERS, "preset") if name in given}
     listed = [{**given, **each} for each in grid]
     return create("tuned", base=method.key, grid=json.dumps(listed), **shared).validate()
 
 
-def _choose_freely(
+def _choose_on_public_images(
     method: Synthesizer, grid: list[dict[str, Any]], source: DataOptions, test: str, number: int | None, as_json: bool
 ) -> None:
     """Fit each candidate on public images with the whole budget, and print the accuracies and the best."""

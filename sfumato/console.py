@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import shutil
 import sys
@@ -22,12 +23,13 @@ from sfumato.certificate import Verification
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import NamedSet
 from sfumato.evaluate import Detection, summary
-from sfumato.evaluate.meanings import chance_level, chance_of, judge_accuracy, meaning_of
+from sfumato.evaluate.measure_descriptions import chance_level, chance_of, description_of, judge_accuracy
 from sfumato.methods.parameters import Setting
 from sfumato.methods.registry import MethodInfo
 from sfumato.preview import Preview
 from sfumato.synthesize import Synthesis
 
+TYPED = re.compile(r"((?:int|float|bool|text)(?: or None)?)(?:, [^;]*)?; ")  # how the bullet of a parameter begins
 CHANCE = "chance level of accuracy"
 out = Console()
 err = Console(stderr=True)
@@ -77,11 +79,18 @@ def print_methods(infos: Sequence[MethodInfo]) -> None:
 
 def print_parameters(key: str, found: Sequence[dict[str, Any]]) -> None:
     """Print the parameters of a method."""
-    table = Table(Column("parameter", no_wrap=True), "default", "what it does", title=key, box=None, pad_edge=False)
+    table = Table(
+        Column("parameter", no_wrap=True), "type, default", "what it does", title=key, box=None, pad_edge=False
+    )
     for each in found:
-        table.add_row(each["name"], escape(str(each["default"])), escape(each["what"]))
+        typed, text, default = TYPED.match(each["what"]), each["what"], each["default"]
+        shown = "none" if default in ("", None) else str(default)
+        if typed is not None:  # the docstring states type and default, too
+            shown, text = f"{typed[1]}, {shown}", text[typed.end() :]
+        table.add_row(each["name"], escape(shown), escape(text))
     out.print(table)
-    out.print("set them with: --set NAME=VALUE")
+    out.print("Set a parameter with --set NAME=VALUE.")
+    out.print("epsilon, delta, adjacency, prior, seed and device have their own options.")
 
 
 def print_plan(found: Preview) -> None:
@@ -197,7 +206,7 @@ def print_comparison(found: dict[str, dict[str, Any]]) -> None:
             columns[name][CHANCE] = f"{chance:.1f}"
     table = Table("", *(escape(name) for name in columns), "good")
     for measure in dict.fromkeys(key for column in columns.values() for key in column):
-        good = "" if measure == CHANCE else meaning_of(measure).good
+        good = "" if measure == CHANCE else description_of(measure).good
         table.add_row(measure, *(column.get(measure, "") for column in columns.values()), good)
     out.print(table)
 

@@ -1,4 +1,4 @@
-"""What a run would release, before it is made: for `sfumato plan` and the page of `sfumato serve`. Spends nothing."""
+"""Preview what a run would release, for `sfumato plan` and `sfumato serve`. A preview spends nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class Preview:
     """What is known of a run before it is made.
 
     - method, prior: key of the method, and the model of public images that it starts from, if any.
-    - public: what is taken as public; plan: the releases and their noise; settings: those of the method.
-    - notes: what the noise does to the result; warnings: weak settings.
+    - public: what is taken as public.
+    - plan: the releases and their noise.
+    - settings: those of the method.
+    - notes: what the noise does to the result.
+    - warnings: weak settings.
     - private_warnings: those that depend on the number of images, for the owner's eyes only.
     """
 

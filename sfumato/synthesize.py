@@ -22,7 +22,7 @@ from sfumato.data.atomic import write_json
 from sfumato.data.errors import first_few
 from sfumato.data.storage import available_memory
 from sfumato.evaluate import Accuracy, check_comparable, downstream_accuracy
-from sfumato.evaluate.meanings import chance_level
+from sfumato.evaluate.measure_descriptions import chance_level
 from sfumato.evaluate.utility import Recipe
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import started
@@ -39,7 +39,7 @@ BYTES_PER_PIXEL = 3  # of samples in memory: batches, and the whole set twice
 RUN_BYTES = 64 << 20  # of model, checkpoint and log
 FILE_SUFFIXES = (".npz", ".parquet")
 MODEL_FILES = ("model.safetensors", "config.json", "certificate.json", "ledger.jsonl")
-SHARED = ("images", "images.npz", "samples.png", "metrics.json", "README.md", "croissant.json", "report.html")
+CERTIFIED_FILES = ("images", "images.npz", "samples.png", "metrics.json", "README.md", "croissant.json", "report.html")
 SAMPLE_PART = 5000  # images that a worker draws at once
 
 
@@ -74,97 +74,6 @@ class Synthesis:
             "chance": None if self.accuracy is None else chance_level(self.accuracy.confusion),
             "report": str(self.folder / "report.html"),
         }
-
-
-def check_output(folder: Path, resume: bool = False) -> None:
-    """Create the output folder. Raise `DataError` if it is not writable, not empty, or holds another run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".sfumato-probe"
-        probe.touch()
-        probe.unlink()
-        occupied = any(path.name != "ledger.lock" for path in folder.iterdir() if path.stat().st_size or path.is_dir())
-    except OSError as error:
-        raise DataError(f"{folder} cannot be written: {error.strerror}") from error
-    has_run = started(folder)
-    if has_run and not resume:
-        raise DataError(f"{folder} already holds a run; continue it with --resume, or choose another folder")
-    if occupied and not has_run:
-        raise DataError(f"{folder} is not empty; choose another folder")
-
-
-def check_sources(private: str, split: str, test: str) -> None:
-    """Raise `DataError` if the test source is the private source. Called before any image is read."""
-    if split == "test" and (private == test or Path(private).resolve() == Path(test).resolve()):
-        raise DataError(
-            f"--test {test} is the private set itself; results on it must not be shared. Give public test images"
-        )
-
-
-def check_disjoint(private: ImageSet | ShardedImages, test: ImageSet) -> None:
-    """Raise `DataError` if the test images contain a private image."""
-    shared = private.contains(test) if isinstance(private, ShardedImages) else shared_images(private, test)
-    if shared:
-        where = first_few([str(index) for index in shared], limit=5)
-        raise DataError(
-            f"the test images contain a private image: {len(shared)} of {len(test)} are also in the private set "
-            f"(numbers {where}, from 0), so results on them would disclose private information. Give other test "
-            "images, or remove these from the private set or from the test images"
-        )
-
-
-def check_memory(number: int, public: PublicFacts) -> None:
-    """Raise `DataError` if so many images do not fit in memory. Called before any privacy budget is spent."""
-    needed = BYTES_PER_PIXEL * number * math.prod(public.shape)
-    if needed > available_memory():
-        limit = available_memory() // (BYTES_PER_PIXEL * math.prod(public.shape))
-        raise DataError(f"{number} images need {needed / 2**30:.1f} GiB of memory; request at most {limit} at a time")
-
-
-def check_disk(folder: Path, number: int, public: PublicFacts) -> None:
-    """Raise `DataError` if a run does not fit on the disk. Called before any privacy budget is spent."""
-    needed = RUN_BYTES + 2 * number * math.prod(public.shape)  # files, and arrays; compression is a reserve
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise DataError(f"{folder} needs up to {needed / 2**20:.0f} MiB of disk, and {free / 2**20:.0f} MiB are free")
-
-
-def new_seed() -> int:
-    """Return a new seed of samples, so that they differ from all that were drawn before."""
-    return secrets.randbits(31)
-
-
-def check_signing_key(key: Path | None) -> None:
-    """Raise an error if the key cannot sign. Called before any privacy budget is spent."""
-    if key is not None:
-        signing.sign("", key)
-
-
-def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -> None:
-    """Raise `BudgetExceeded` if the run does not fit into the budget of the data set."""
-    refusal = None if budget is None else DatasetBudget(budget).refusal(model.plan(public))
-    if refusal is not None:
-        raise BudgetExceeded(refusal)
-
-
-def _finished_run(folder: Path, model: Synthesizer, public: PublicFacts, budget: str | Path | None) -> Synthesizer:
-    """Return the fitted model of a folder. Raise `DataError` if it was made with other settings or another budget."""
-    found = load(folder, device=model.device)
-    certificate = found.certificate_
-    check_settings(certificate, model, public, folder)
-    if certificate.account != (None if budget is None else Path(budget).name):
-        raise DataError(f"{folder} holds a finished run that was not charged to this budget; choose another folder")
-    return found
-
-
-def check_settings(certificate: Certificate, model: Synthesizer, public: PublicFacts, folder: Path) -> None:
-    """Raise `DataError` if a finished run in `folder` was made with other settings."""
-    wanted, free = model.json_settings(public), {*model.adjustable, "device"}
-    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
-    if certificate.method != model.key or other:
-        what = "method" if certificate.method != model.key else other[0]
-        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")
 
 
 def synthesize(
@@ -242,7 +151,7 @@ def synthesize(
     shown = test if show_test else None
     report = ReportRun(folder.resolve().name, model.certificate_, synthetic, metrics, test=shown)
     write_report([report], folder / "report.html", overwrite=True)
-    certificate = model.certificate_.covering(folder, {*model.certificate_.outputs, *SHARED})
+    certificate = model.certificate_.covering(folder, {*model.certificate_.outputs, *CERTIFIED_FILES})
     if sign is not None:
         certificate = certificate.signed(sign)
     certificate.save(folder / "certificate.json")
@@ -271,7 +180,7 @@ def sample_to_file(
     - sign: private key that signs the certificate.
     - options: parameters of the method that may change after `fit`.
     - cluster, workers: draw on this cluster (`cluster.connect`), default: in this process. The images of a seed are the
-      same for any number of workers, and others than without a cluster.
+      same for any number of workers, but differ from those drawn without a cluster.
 
     Return the images and the path of the certificate, which is next to `target`.
     """
@@ -294,6 +203,21 @@ def sample_to_file(
     return images, certificate_path
 
 
+def new_seed() -> int:
+    """Return a random seed."""
+    return secrets.randbits(31)
+
+
+def _finished_run(folder: Path, model: Synthesizer, public: PublicFacts, budget: str | Path | None) -> Synthesizer:
+    """Return the fitted model of a folder. Raise `DataError` if it was made with other settings or another budget."""
+    found = load(folder, device=model.device)
+    certificate = found.certificate_
+    check_settings(certificate, model, public, folder)
+    if certificate.account != (None if budget is None else Path(budget).name):
+        raise DataError(f"{folder} holds a finished run that was not charged to this budget; choose another folder")
+    return found
+
+
 def _sample_on_cluster(
     model: Synthesizer,
     run: Path,
@@ -304,7 +228,7 @@ def _sample_on_cluster(
     cluster: Any,
     workers: int | None,
 ) -> ImageSet:
-    """Draw parts of fixed size on the workers of a cluster. A model is a release, so that it may travel."""
+    """Draw parts of fixed size on the workers of a cluster. The model is a release, so it may be sent to them."""
     files = {path.name: path.read_bytes() for path in run.iterdir() if path.name in MODEL_FILES}
     whole = model.class_labels(number, label).split(SAMPLE_PART)
     seeds = [int(np.random.SeedSequence([seed, part]).generate_state(1)[0]) for part in range(len(whole))]
@@ -327,3 +251,82 @@ def _draw_part(
             (Path(folder) / name).write_bytes(content)
         model = load(Path(folder), device=device)
         return model.sample(len(labels), labels=labels.tolist(), seed=seed, **options).images
+
+
+# -- checks before a run -----------------------------------------------------------------------------------
+
+
+def check_output(folder: Path, resume: bool = False) -> None:
+    """Create the output folder. Raise `DataError` if it is not writable, not empty, or holds another run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".sfumato-probe"
+        probe.touch()
+        probe.unlink()
+        occupied = any(path.name != "ledger.lock" for path in folder.iterdir() if path.stat().st_size or path.is_dir())
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}") from error
+    has_run = started(folder)
+    if has_run and not resume:
+        raise DataError(f"{folder} already holds a run; continue it with --resume, or choose another folder")
+    if occupied and not has_run:
+        raise DataError(f"{folder} is not empty; choose another folder")
+
+
+def check_sources(private: str, split: str, test: str) -> None:
+    """Raise `DataError` if the private images are read from the split `test` of the test source, before any is read."""
+    if split == "test" and (private == test or Path(private).resolve() == Path(test).resolve()):
+        raise DataError(
+            f"--test {test} is the private set itself; results on it must not be shared. Give public test images"
+        )
+
+
+def check_disjoint(private: ImageSet | ShardedImages, test: ImageSet) -> None:
+    """Raise `DataError` if the test images contain a private image."""
+    shared = private.contains(test) if isinstance(private, ShardedImages) else shared_images(private, test)
+    if shared:
+        where = first_few([str(index) for index in shared], limit=5)
+        raise DataError(
+            f"the test images contain a private image: {len(shared)} of {len(test)} are also in the private set "
+            f"(numbers {where}, from 0), so results on them would disclose private information. Give other test "
+            "images, or remove these from the private set or from the test images"
+        )
+
+
+def check_memory(number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if so many images do not fit in memory. Called before any privacy budget is spent."""
+    needed = BYTES_PER_PIXEL * number * math.prod(public.shape)
+    if needed > available_memory():
+        limit = available_memory() // (BYTES_PER_PIXEL * math.prod(public.shape))
+        raise DataError(f"{number} images need {needed / 2**30:.1f} GiB of memory; request at most {limit} at a time")
+
+
+def check_disk(folder: Path, number: int, public: PublicFacts) -> None:
+    """Raise `DataError` if a run does not fit on the disk. Called before any privacy budget is spent."""
+    needed = RUN_BYTES + 2 * number * math.prod(public.shape)  # image files and arrays, uncompressed
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DataError(f"{folder} needs up to {needed / 2**20:.0f} MiB of disk, and {free / 2**20:.0f} MiB are free")
+
+
+def check_signing_key(key: Path | None) -> None:
+    """Raise an error if the key cannot sign. Called before any privacy budget is spent."""
+    if key is not None:
+        signing.sign("", key)
+
+
+def check_budget(model: Synthesizer, public: PublicFacts, budget: Path | None) -> None:
+    """Raise `BudgetExceeded` if the run does not fit into the budget of the data set."""
+    refusal = None if budget is None else DatasetBudget(budget).refusal(model.plan(public))
+    if refusal is not None:
+        raise BudgetExceeded(refusal)
+
+
+def check_settings(certificate: Certificate, model: Synthesizer, public: PublicFacts, folder: Path) -> None:
+    """Raise `DataError` if a finished run in `folder` was made with other settings."""
+    wanted, free = model.json_settings(public), {*model.adjustable, "device"}
+    other = [name for name, value in wanted.items() if name not in free and certificate.parameters.get(name) != value]
+    if certificate.method != model.key or other:
+        what = "method" if certificate.method != model.key else other[0]
+        raise DataError(f"{folder} holds a finished run with another {what}; choose another folder")

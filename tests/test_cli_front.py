@@ -78,7 +78,11 @@ def test_version_methods_and_completion(run: Any) -> None:
     described = {each["name"]: each for each in json.loads(out)}
     assert described["steps"]["default"] == METHODS["dp-merf"]().get_params()["steps"]
     assert all(each["what"] for key in METHODS for each in describe_parameters(key))
-    assert "steps" in run("methods", "dp-merf")[1]
+    shown = run("methods", "dp-merf")[1]
+    assert "int, 2000" in shown
+    assert shown.count("2000") == 1  # type and default stand in their own column only
+    assert "--set NAME=VALUE" in shown
+    assert "[default: 1.0]" in run("synth", "--help")[1]
     assert run("methods", "dp-murf")[0] == 2
     assert "--install-completion" in run("--help")[1]
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -256,6 +257,87 @@ def test_a_repeated_name_is_found() -> None:
     assert repeated_modules(twice) == ["layers"]
     assert not repeated_classes(twice)
     assert repeated_classes({**twice, "sfumato.b": "def f():\n    class Two: ..."}) == ["Two"]
+
+
+# -- docstrings -------------------------------------------------------------------------------------------
+
+NO_VERBS = {
+    *("A", "An", "The", "What", "How", "Why", "Whether", "Which", "Who", "One", "Some", "All", "Each", "For", "After"),
+    *("Before", "This", "It", "Its", "Expected", "Images", "Features", "Different"),
+}
+PROPERTIES = {"property", "cached_property"}
+
+
+def without_verb(module: str, source: str) -> list[str]:
+    """List the functions whose docstring begins with a word that is no verb. A property may be described by a noun."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = {each.id for each in node.decorator_list if isinstance(each, ast.Name)}
+        words = re.findall(r"\w+", ast.get_docstring(node) or "Return")
+        if not decorators & PROPERTIES and (words[0] in NO_VERBS or not words[0][0].isupper()):
+            found.append(f"{module}.{node.name}: {words[0]}")
+    return found
+
+
+def crowded_bullets(module: str, source: str) -> list[str]:
+    """List the bullets of class docstrings that describe a second field after a full stop or semicolon."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        names = {
+            each.target.id
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+        for bullet in re.findall(r"^- .*(?:\n  .*)*", ast.get_docstring(node) or "", re.MULTILINE):
+            second = set(re.findall(r"[.;]\s+(\w+): ", bullet)) & names
+            found += [f"{module}.{node.name}: {name}" for name in sorted(second)]
+    return found
+
+
+def test_docstrings_begin_with_a_verb() -> None:
+    assert not [line for module, source in MODULES.items() for line in without_verb(module, source)]
+    assert without_verb("m", 'def f():\n    """The mean of x."""') == ["m.f: The"]
+    assert without_verb("m", 'def f():\n    """q, the probability."""') == ["m.f: q"]
+    assert not without_verb("m", 'def f():\n    """Return x."""\n@property\ndef g():\n    """The mean."""')
+
+
+def test_a_field_has_its_own_bullet() -> None:
+    own = {module: source for module, source in MODULES.items() if part_of(module) not in ("cluster", "privacy")}
+    assert not [line for module, source in own.items() for line in crowded_bullets(module, source)]
+    planted = 'class A:\n    """Two.\n\n    - a: first. b: second.\n    """\n\n    a: int\n    b: int'
+    assert crowded_bullets("m", planted) == ["m.A: b"]
+
+
+# -- the map of the code ----------------------------------------------------------------------------------
+
+
+def rows_out_of_order(page: str) -> list[str]:
+    """List the rows of the first table of a page whose modules are in another order than `LAYERS`, or unknown."""
+    found, last = [], 0
+    rows = re.findall(r"^\| (.*?) \|", page.split("\n\n| package")[1].split("\n\n")[0], re.MULTILINE)
+    exact = {name for row in rows for name in re.findall(r"`([\w]+)(?:\.py|/)`", row)}
+    for row in rows:
+        names = [name.removesuffix(".py").rstrip("/") for name in re.findall(r"`([^`]+)`", row)]
+        parts = [part for name in names for part in LAYER if part == name]
+        parts += [part for name in names if "*" in name for part in LAYER if fnmatch(part, name) and part not in exact]
+        if not parts or min(LAYER[part] for part in parts) < last:
+            found.append(row)
+        last = max([last, *(LAYER[part] for part in parts)])
+    return found
+
+
+def test_the_map_of_the_code_follows_the_layers() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text("utf-8")
+    assert rows_out_of_order(page) == []
+    named = re.findall(r"`([\w*]+)(?:\.py|/)`", page)
+    assert [part for part in LAYER if not any(fnmatch(part, name) for name in (*named, "root", "__main__"))] == []
+    head = "x\n\n| package | what |\n|---|---|\n"
+    assert rows_out_of_order(head + "| `privacy/` | a |\n| `data/` | b |\n\ny") == ["`data/`"]
+    assert rows_out_of_order(head + "| `data/` | a |\n| `nowhere/` | b |\n\ny") == ["`nowhere/`"]
 
 
 # -- parameters of methods --------------------------------------------------------------------------------

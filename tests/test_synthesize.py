@@ -11,7 +11,7 @@ import torch
 import sfumato as sf
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import DataError, ImageSet
-from sfumato.synthesize import check_output, synthesize
+from sfumato.synthesize import check_output, check_sources, synthesize
 
 
 @pytest.mark.parametrize("present", [False, True])
@@ -42,6 +42,15 @@ def test_an_output_folder_is_checked(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(DataError, match="not empty"):
         check_output(tmp_path / "full")
+
+
+def test_the_private_source_is_refused_as_test_source(tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    check_sources("digits", "train", "digits")  # another split of the same set
+    check_sources("digits", "test", "mnist")
+    for private, test in (("digits", "digits"), (f"{tmp_path}/scans", f"{tmp_path}/scans/../scans")):
+        with pytest.raises(DataError, match="the private set itself"):
+            check_sources(private, "test", test)
 
 
 def test_a_finished_run_is_resumed_with_its_own_settings_only(few_digits: ImageSet, tmp_path: Path) -> None:

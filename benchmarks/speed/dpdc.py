@@ -43,9 +43,9 @@ def theirs(options: argparse.Namespace, images: ImageSet) -> float:
 
 
 def ours(options: argparse.Namespace, images: ImageSet, **params: Any) -> float:
-    clock, plain, done = Clock(options.device, WARM_UP, STRIDE), Matcher.pull, [0]
+    clock, plain, done = Clock(options.device, WARM_UP, STRIDE), Matcher.step, [0]
 
-    def pull(self: Matcher, *args: Any) -> None:
+    def step(self: Matcher, *args: Any) -> None:
         plain(self, *args)
         done[0] += 1
         if done[0] % STRIDE == 0:
@@ -53,7 +53,7 @@ def ours(options: argparse.Namespace, images: ImageSet, **params: Any) -> float:
 
     given = {"epsilon": 1000.0, "public_size": True, "group_size": 50, "noise_multiplier": 1.0, **params}
     model = sf.create("ndpdc", iterations=20 * ITERATIONS, device=options.device, **given)
-    with mock.patch.object(Matcher, "pull", pull):
+    with mock.patch.object(Matcher, "step", step):
         model.fit(images)
     return clock.per_second()
 

@@ -134,7 +134,7 @@ def false_alarms(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # n
     mu = 1 / get_sigma_gaussian(epsilon, delta)
     (sampled,) = calibrate([Release("a", times=4, sampling_prob=0.5)], Budget(epsilon, delta)).releases
     allowed = np.asarray(
-        estimators._composed([sampled], 1.0, "add-remove").get_delta_for_epsilon(estimators.GRID.tolist())
+        estimators._composed([sampled], 1.0, "add-remove").get_delta_for_epsilon(estimators.EPSILON_GRID.tolist())
     )
     failures = dict.fromkeys(("clopper_pearson", "gaussian", "planned_gaussian", "one_run", "one_run_gaussian"), 0)
     least = {
@@ -156,7 +156,9 @@ def false_alarms(job: Job, seed: int, options: argparse.Namespace) -> Rows:  # n
             ratio = (shift + sampled.noise * rng.standard_normal((400, 4)) - 0.5) / sampled.noise**2
             worlds.append(np.logaddexp(np.log(0.5), np.log(0.5) + ratio).sum(1))
         fnr, fpr = estimators._counted(*worlds, estimators._mu, estimators.CENTRAL_LEVELS).rates(0.95)
-        refuted = max((1 - a - np.exp(estimators.GRID) * b - allowed).max() for a, b in ((fnr, fpr), (fpr, fnr)))
+        refuted = max(
+            (1 - a - np.exp(estimators.EPSILON_GRID) * b - allowed).max() for a, b in ((fnr, fpr), (fpr, fnr))
+        )
         failures["planned_gaussian"] += refuted > 0
         coins = rng.random(400) < 0.5
         for name, outcome in (

@@ -31,8 +31,8 @@ from sfumato.privacy import Plan
 
 SAMPLES = 32  # synthetic images of each class that the attacker sees of a run
 RIDGE = 0.3  # of the linear discriminant, for features of variance 1
-FEWEST = 8  # runs in each world for a bound
-MARK = 3  # side of the detail, in pixels
+MIN_RUNS = 8  # runs in each world for a bound
+DETAIL_SIDE = 3  # side of the detail, in pixels
 
 Advance = Callable[[int, int], None]
 
@@ -87,7 +87,7 @@ def distinguish(
     found = Runs(model.plan(model.public_facts(pair.with_unit)), model.guarantee != "none")
     try:
         for number in range(runs):
-            if len(found.absent) >= FEWEST and time.monotonic() - started > seconds:
+            if len(found.absent) >= MIN_RUNS and time.monotonic() - started > seconds:
                 found.interrupted = True
                 break
             worlds = [
@@ -98,7 +98,7 @@ def distinguish(
             found.absent.append(worlds[1])
             advance(number + 1, runs)
     except KeyboardInterrupt:
-        if len(found.absent) < FEWEST:
+        if len(found.absent) < MIN_RUNS:
             raise
         found.interrupted = True
     return found
@@ -158,7 +158,8 @@ class Game:
 def new_game(images: ImageSet, *, canaries: int, per_person: int = 1, detail: bool = True, seed: int = 0) -> Game:
     """Return a game on the auditor's images.
 
-    - canaries: number of canary units. per_person: images of each, default 1; more make persons the unit.
+    - canaries: number of canary units.
+    - per_person: images of each, default 1; more make persons the unit.
     - detail: paint a small random pattern, the same on all images of a canary; default True.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -169,11 +170,11 @@ def new_game(images: ImageSet, *, canaries: int, per_person: int = 1, detail: bo
     unit_of[torch.randperm(len(images), generator=generator)[:used]] = torch.arange(used) // per_person
     pixels = images.images.clone()
     corners = torch.stack(
-        [torch.randint(side - MARK + 1, (canaries,), generator=generator) for side in images.shape[1:]], 1
+        [torch.randint(side - DETAIL_SIDE + 1, (canaries,), generator=generator) for side in images.shape[1:]], 1
     )
     for number, (top, left) in enumerate(corners.tolist() if detail else []):
-        mark = (torch.randint(2, (MARK, MARK), generator=generator) * 255).byte()
-        pixels[unit_of == number, :, top : top + MARK, left : left + MARK] = mark
+        mark = (torch.randint(2, (DETAIL_SIDE, DETAIL_SIDE), generator=generator) * 255).byte()
+        pixels[unit_of == number, :, top : top + DETAIL_SIDE, left : left + DETAIL_SIDE] = mark
     persons = None
     if per_person > 1:
         persons = torch.where(unit_of < 0, canaries + torch.arange(len(images)), unit_of)
@@ -326,7 +327,7 @@ def _show_detail(synthetic: ImageSet, game: Game) -> Array:
     found = []
     for image, unit in zip(game.canaries.images, game.unit_of[game.unit_of >= 0].tolist(), strict=True):
         top, left = game.corners[unit].tolist()
-        window = (slice(None), slice(top, top + MARK), slice(left, left + MARK))
+        window = (slice(None), slice(top, top + DETAIL_SIDE), slice(left, left + DETAIL_SIDE))
         mark = image[window].float().flatten()
         shown = synthetic.images[:, *window].float().flatten(1) @ (mark - mark.mean())
         found.append(float(shown.max() / (mark - mark.mean()).norm().clamp_min(1e-6)))

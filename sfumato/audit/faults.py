@@ -1,4 +1,4 @@
-"""Planted faults: known mistakes of private programs, to show that the audit finds them.
+"""Planted faults: known mistakes of private programs. Tests show that the audit finds them.
 
 A fault of the vault replaces the vault of any method; a fault of an author replaces the method `dp-merf`. Each is a
 mistake that was found in published code or that reviewers look for. None is reachable except by an audit.
@@ -21,21 +21,21 @@ UNCLIPPED = 1000.0  # times the bound: longer than any row of the methods
 
 
 class HalfNoise(GradientVault):
-    """Half of the noise that is charged."""
+    """Add half of the noise that is charged."""
 
     def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:
         return super()._noised(release, exact, sensitivity / 2, secure)
 
 
 class NoNoise(GradientVault):
-    """The noise is left out, though it is charged: a failure that is ignored."""
+    """Add no noise, though it is charged."""
 
     def _noised(self, release: Release, exact: torch.Tensor, sensitivity: float, secure: bool) -> torch.Tensor:  # noqa: ARG002
         return exact.clone()
 
 
 class NoClipping(GradientVault):
-    """Rows are clipped far beyond the bound that the noise is scaled to."""
+    """Clip rows to a norm far above the one that the noise is scaled to."""
 
     def _sum_query(self, release: Release, shared: Any, feature: Any, bound: float, *rest: Any) -> Any:
         query = super()._sum_query(release, shared, feature, bound * UNCLIPPED, *rest)
@@ -48,21 +48,21 @@ class NoClipping(GradientVault):
 
 
 class PrivateMean(GradientVault):
-    """Sums are divided by the private number of units, and multiplied by a public number, so that the scale fits."""
+    """Divide sums by the private number of units, and multiply them by a public number to keep the scale."""
 
     def _exact(self, *args: Any) -> torch.Tensor:
         return super()._exact(*args) * (1000 / max(self._units, 1))
 
 
 class NoCharge(GradientVault):
-    """Releases are not charged."""
+    """Charge no release."""
 
     def _charge(self, release: Release, number: int) -> None:
         pass
 
 
 class Shuffled(GradientVault):
-    """Batches of fixed size in shuffled order, accounted as Poisson samples."""
+    """Draw batches of fixed size in shuffled order, and account them as Poisson samples."""
 
     def _drawn(self, release: Release) -> torch.Tensor:
         if release.sampling_prob == 1:
@@ -76,7 +76,7 @@ class Shuffled(GradientVault):
 
 
 class BatchStatistics(GradientVault):
-    """Images are centred by the mean of their batch, as batch norm does in training mode."""
+    """Subtract the mean of the batch from images, as batch norm does in training mode."""
 
     def _pixels(self, index: torch.Tensor) -> torch.Tensor:
         images = super()._pixels(index)
@@ -84,14 +84,14 @@ class BatchStatistics(GradientVault):
 
 
 class Differentiable(GradientVault):
-    """Answers are part of a graph, so that a method could differentiate the exact sum behind the noise."""
+    """Return answers with a gradient graph, by which a method could differentiate the exact sum."""
 
     def _answer(self, *args: Any) -> torch.Tensor:
         return super()._answer(*args).requires_grad_()
 
 
 class PrintedLoss(MeanEmbedding):
-    """The author prints an un-noised mean."""
+    """Print a mean without noise."""
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         super()._fit(vault, public)
@@ -99,7 +99,7 @@ class PrintedLoss(MeanEmbedding):
 
 
 class ExactCounts(MeanEmbedding):
-    """The author takes class sizes from the labels, un-noised."""
+    """Count class sizes from the labels, without noise."""
 
     def _fit(self, vault: GradientVault, public: PublicFacts) -> None:
         super()._fit(vault, public)
@@ -108,7 +108,7 @@ class ExactCounts(MeanEmbedding):
 
 
 class BatchNormFeature(MeanEmbedding):
-    """The author's feature normalises by the batch."""
+    """Release a feature that is normalised by the batch."""
 
     def _releases(self, public: PublicFacts) -> list[Release]:
         return [*super()._releases(public), Release("normalised")]

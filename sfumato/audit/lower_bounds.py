@@ -5,7 +5,7 @@ Two worlds: the data set *without* one unit, and *with* it. An attack gives each
 
 - `clopper_pearson`: no assumption. (epsilon, delta)-DP implies 1 - FNR <= e^epsilon FPR + delta, and the same with the
   two rates exchanged; the rates have exact binomial intervals (Jagielski, Ullman, Oprea 2020).
-- `gaussian`: the mechanism is Gaussian, of unknown noise, so that FPR and FNR give mu of mu-Gaussian DP (Nasr et al.
+- `gaussian`: the mechanism is Gaussian, of unknown noise, so FPR and FNR give mu of mu-Gaussian DP (Nasr et al.
   2023). With Poisson samples: the planned releases, with the planned sampling probabilities, and all noise multiplied
   by one unknown factor. A sound program satisfies this (factor 1), so a bound above its claim refutes it. If a fault
   breaks the assumption, by how much the bound exceeds the claim is an estimate.
@@ -38,13 +38,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CONFIDENCE = 0.95
 SELECTION = 0.25  # share of the trials that chooses the threshold; the others are counted
-CAUTION = 0.05  # one-sided, for the choice of a threshold
+THRESHOLD_FAILURE = 0.05  # one-sided failure probability of the rates by which a threshold is chosen
 LEVELS = expit(np.linspace(-8.0, 8.0, 33))  # quantiles of scores that are tried as thresholds, dense in both tails
 CENTRAL_LEVELS = np.array([0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99])  # few: a choice among many is noisy
 GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of canaries, on each side, that a one-run audit guesses
-GRID = np.linspace(0.0, 40.0, 801)  # values of epsilon at which a privacy profile is compared
-INTERVAL = 1e-3  # of privacy loss distributions
-ROOT = 2e-3  # accuracy of the logarithm of a noise factor
+EPSILON_GRID = np.linspace(0.0, 40.0, 801)  # values of epsilon at which a privacy profile is compared
+DISCRETIZATION = 1e-3  # interval of privacy loss distributions
+ROOT_TOLERANCE = 2e-3  # of the logarithm of a noise factor
 MAX_EPSILON = 60.0
 
 
@@ -181,8 +181,10 @@ def planned_gaussian(
 
     def excess(log_factor: float) -> float:
         """Return by how much the rates violate the privacy profile at this noise: positive if they refute it."""
-        allowed = np.asarray(_composed(releases, math.exp(log_factor), adjacency).get_delta_for_epsilon(GRID.tolist()))
-        both = [1 - a - np.exp(GRID) * b - allowed for a, b in ((fnr, fpr), (fpr, fnr))]
+        allowed = np.asarray(
+            _composed(releases, math.exp(log_factor), adjacency).get_delta_for_epsilon(EPSILON_GRID.tolist())
+        )
+        both = [1 - a - np.exp(EPSILON_GRID) * b - allowed for a, b in ((fnr, fpr), (fpr, fnr))]
         return float(max(each.max() for each in both))
 
     step = math.log(1.5)
@@ -192,7 +194,7 @@ def planned_gaussian(
     while refuted > math.log(0.1) and excess(refuted - step) > 0:
         refuted -= step
     if refuted > math.log(0.1):
-        refuted = brentq(excess, refuted - step, refuted, xtol=ROOT) + ROOT  # a little less epsilon
+        refuted = brentq(excess, refuted - step, refuted, xtol=ROOT_TOLERANCE) + ROOT_TOLERANCE  # a little less epsilon
     return float(_composed(releases, math.exp(refuted), adjacency).get_epsilon_for_delta(delta))
 
 
@@ -268,7 +270,9 @@ def _counted(present: Array, absent: Array, value: Callable[[Any, Any], Any], le
     thresholds = np.unique(np.quantile(middles, levels))
     # Judged by upper bounds on the rates, so that a threshold with few events is not chosen by luck.
     missed, alarms = np.searchsorted(first, thresholds), cut_absent - np.searchsorted(second, thresholds)
-    judged = value(upper_rate(missed, cut_present, CAUTION), upper_rate(alarms, cut_absent, CAUTION))
+    judged = value(
+        upper_rate(missed, cut_present, THRESHOLD_FAILURE), upper_rate(alarms, cut_absent, THRESHOLD_FAILURE)
+    )
     threshold = thresholds[int(np.argmax(judged))]
     kept, others = present[cut_present:], absent[cut_absent:]
     return Counts(int((kept < threshold).sum()), len(kept), int((others >= threshold).sum()), len(others))
@@ -284,9 +288,9 @@ def _composed(releases: Sequence[Release], factor: float, adjacency: Adjacency) 
     full, sampled = merge_gaussians(noisier, adjacency)
     relation = dp_accounting.NeighboringRelation
     neighbours = relation.REPLACE_ONE if adjacency == "replace-one" else relation.ADD_OR_REMOVE_ONE
-    make = partial(pld.privacy_loss_distribution.from_gaussian_mechanism, value_discretization_interval=INTERVAL)
+    make = partial(pld.privacy_loss_distribution.from_gaussian_mechanism, value_discretization_interval=DISCRETIZATION)
     with suppress_library_warnings():
-        total = pld.privacy_loss_distribution.identity(INTERVAL)
+        total = pld.privacy_loss_distribution.identity(DISCRETIZATION)
         if math.isfinite(full):
             total = total.compose(make(full))
         for q, z, times in sampled:

@@ -34,14 +34,14 @@ from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.atomic import write_json
 from sfumato.data.pixels import to_unit_range
 from sfumato.features import Scattering
-from sfumato.features.copy_detector import SMALLEST, load_copy_detector
+from sfumato.features.copy_detector import MIN_SIDE, load_copy_detector
 
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 COMPONENTS = 16  # of features, for densities
-SHOWN = 12
+SHOWN_PAIRS = 12
 BLOCK = 500  # images that are attacked at a time
 MAX_SYNTHETIC, MAX_REFERENCE = 20_000, 2_000
-PROBED, OPERATIONS = 32, 2e9  # images, and multiplications per second, for the estimate of the cost
+TIMING_IMAGES, OPERATIONS_PER_SECOND = 32, 2e9  # images, and multiplications per second, for the estimate of the cost
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Attacker:
     def __init__(self, synthetic: ImageSet, reference: ImageSet, *, labelled: bool) -> None:
         self.synthetic, self.reference = synthetic, reference
         self.names: tuple[str, ...] = ("nearest", "density")
-        if min(synthetic.shape[1:]) >= SMALLEST and load_copy_detector() is not None:
+        if min(synthetic.shape[1:]) >= MIN_SIDE and load_copy_detector() is not None:
             self.names += ("copies",)
         if labelled and synthetic.labelled:
             self.names += ("loss",)
@@ -192,8 +192,10 @@ def attack(name: str, members: Array, others: Array, confidence: float = CONFIDE
 class ReleaseAudit:
     """What attacks found in released images. All intervals hold together with the confidence.
 
-    - attacks: by each attack. memory: the memorisation check, with the most suspicious pairs of images.
-    - members, others: how many there are that could be attacked. attacked: how many of each were.
+    - attacks: results by the name of the attack.
+    - memory: the memorisation check, with the most suspicious pairs of images.
+    - members, others: how many there are that could be attacked.
+    - attacked: how many of each were.
     """
 
     attacks: list[Attack]
@@ -222,14 +224,14 @@ class ReleaseAudit:
 
 def estimate_release_seconds(synthetic: ImageSet, members: ImageSet, others: ImageSet) -> float:
     """Return about how long `audit_release` takes, from a few images."""
-    few, started = synthetic.subset(range(min(len(synthetic), PROBED))), time.monotonic()
+    few, started = synthetic.subset(range(min(len(synthetic), TIMING_IMAGES))), time.monotonic()
     small = Attacker(few, few, labelled=False)
     for name in small.names:
         small.score(name, few)
     each = (time.monotonic() - started) / (2 * len(few))
     made = min(len(synthetic), MAX_SYNTHETIC)
     pairs = made * (len(members) + len(others)) * embed(few).shape[1]
-    return float(each * (made + len(members) + len(others)) + pairs / OPERATIONS)
+    return float(each * (made + len(members) + len(others)) + pairs / OPERATIONS_PER_SECOND)
 
 
 def audit_release(
@@ -243,8 +245,9 @@ def audit_release(
 ) -> ReleaseAudit:
     """Attack released images with all attacks, and check whether they remember their training images.
 
-    - members: images that were used; others: images of the same kind that were not. A quarter of these, at most 2,000,
-      are the reference of `density` and are not attacked.
+    - members: images that were used.
+    - others: images of the same kind that were not. A quarter of these, at most 2,000, are the reference of `density`
+      and are not attacked.
     - seconds: no further block of images is attacked after this time. Ctrl-C, too, keeps what was counted: images are
       attacked in random order, so what was counted is a random part.
 
@@ -351,7 +354,7 @@ def _memorisation(synthetic: ImageSet, worlds: tuple[_World, _World], confidence
     (to_train, index), (to_held_out, other) = nearest
     nearer = to_train < to_held_out
     closer = _share(np.where(nearer, index, size + other), nearer, 2 * size, confidence)
-    order = np.argsort(to_train / np.maximum(to_held_out, 1e-12))[:SHOWN]
+    order = np.argsort(to_train / np.maximum(to_held_out, 1e-12))[:SHOWN_PAIRS]
     train = worlds[0].images
     known = {image.numpy().tobytes() for image in train.images[: len(worlds[0].scores("nearest"))]}
     return {
@@ -373,7 +376,7 @@ def write_private(folder: Path, found: ReleaseAudit, synthetic: str) -> Path:
     """Write results about private images to `folder`, which must not be part of a folder that is shared."""
     check_private(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    contact_sheet(found.memory["pairs"], folder / "most_similar.png", per_class=2 * SHOWN)
+    contact_sheet(found.memory["pairs"], folder / "most_similar.png", per_class=2 * SHOWN_PAIRS)
     write_json(folder / "membership.json", {"synthetic": synthetic, **found.to_dict()})
     return folder / "membership.json"
 

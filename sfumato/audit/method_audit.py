@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from sfumato.audit.black_box import FEWEST, Game, OneRunAudit, audit_one_run, distinguish
+from sfumato.audit.black_box import MIN_RUNS, Game, OneRunAudit, audit_one_run, distinguish
 from sfumato.audit.faults import fault_named
 from sfumato.audit.lower_bounds import CONFIDENCE, LowerBounds, runs_needed
 from sfumato.audit.mechanism import audit_mechanism
@@ -19,7 +19,7 @@ from sfumato.audit.published import STEPS, audit_published
 from sfumato.audit.reference import SmallClassifier
 from sfumato.audit.small_settings import Make, small, with_vault
 from sfumato.audit.structural import Finding, check_structure, structure_to_dict
-from sfumato.audit.white_box import HISTORIES, exact_sums, score_trials, white_box
+from sfumato.audit.white_box import MIN_HISTORIES, exact_sums, score_trials, white_box
 from sfumato.engine import GradientVault
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.registry import list_methods, method_type
@@ -28,7 +28,7 @@ from sfumato.testing import UnsoundError
 
 MECHANISMS = ("gaussian", "discrete-gaussian")  # audited without a method around them
 STRUCTURAL_FITS = 24
-PROBED = 200  # images of a run that measures the cost
+TIMING_IMAGES = 200  # images of a run that measures the cost
 WHITE_BOX, BLACK_BOX, RUNS = "white-box", "black-box", 40
 CAVEAT = "A lower bound below the claim is no proof of privacy: it may show only that the attack is weak."
 
@@ -37,9 +37,11 @@ CAVEAT = "A lower bound below the claim is no proof of privacy: it may show only
 class AuditOptions:
     """What to audit, and how much.
 
-    - epsilon, delta: the claim. kind: neighbouring sets, a name in `neighbours.KINDS`.
+    - epsilon, delta: the claim.
+    - kind: neighbouring sets, a name in `neighbours.KINDS`.
     - structural: structural checks only, default False.
-    - trials: white-box trials in each world. runs: black-box runs in each world; 0 leaves them out.
+    - trials: white-box trials in each world.
+    - runs: black-box runs in each world; 0 leaves them out.
     - seconds: no new run of an attack is started after this time.
     - fault: a planted fault (`faults.FAULTS`), to see the audit find it.
     - settings: parameters of the method, in place of the small ones.
@@ -63,7 +65,8 @@ class AuditReport:
 
     - certified: epsilon of the plan, or None if the method certifies nothing.
     - structure: a finding for each rule, or None if it was not checked.
-    - bounds: lower bounds by threat model. interrupted: whether time or Ctrl-C ended the audit early.
+    - bounds: lower bounds by threat model.
+    - interrupted: whether time or Ctrl-C ended the audit early.
     """
 
     target: str
@@ -95,7 +98,7 @@ class AuditReport:
                 need = f"{found.trials} counted runs can show at most {found.ceiling:.2f}"
                 lines.append(f"{name}: without an assumption, {need}; more runs could show more")
             if found.bound < 0.1 * self.options.epsilon:
-                lines.append(f"{name}: {lacking(self.options, found)}")
+                lines.append(f"{name}: {explain_small_bound(self.options, found)}")
         if self.interrupted:
             lines.append("ended early: the bounds are of what was counted until then")
         return [*lines, CAVEAT] if self.bounds else lines
@@ -114,8 +117,8 @@ class AuditReport:
         }
 
 
-def lacking(options: AuditOptions, found: LowerBounds) -> str:
-    """Say why a bound is small: what more runs could show, of this attack and of an ideal one."""
+def explain_small_bound(options: AuditOptions, found: LowerBounds) -> str:
+    """Explain a small bound: what more runs of this attack, or of an ideal one, could show."""
     ideal = runs_needed(options.epsilon, delta=options.delta, confidence=found.confidence)
     return (
         "this attack has no power here; its bound says nothing about privacy. With the errors that it made, any number "
@@ -154,7 +157,7 @@ def estimate_seconds(target: str, options: AuditOptions) -> float:
     if not options.structural:
         started = time.monotonic()
         score_trials(recorded, replayed, 100, True)
-        attack = 2 * (HISTORIES + options.runs) * fit + options.trials * 2 * (time.monotonic() - started) / 100
+        attack = 2 * (MIN_HISTORIES + options.runs) * fit + options.trials * 2 * (time.monotonic() - started) / 100
         total += min(attack, options.seconds)
     return total
 
@@ -221,7 +224,7 @@ def audit_canaries(target: str, options: AuditOptions, game: Game, shadows: int 
 def estimate_canary_seconds(target: str, options: AuditOptions, game: Game, shadows: int = 0) -> float:
     """Return about how long `audit_canaries` takes, from a run on a few of the images."""
     make, vault = prepare(target, options)
-    few = game.images.subset(range(min(PROBED, len(game.images))))
+    few = game.images.subset(range(min(TIMING_IMAGES, len(game.images))))
     started = time.monotonic()
     with redirect_stdout(io.StringIO()):
         with_vault(make, vault)().fit(few)
@@ -241,7 +244,7 @@ def _attack(report: AuditReport, make: Make, vault: type[GradientVault] | None) 
     Either bound may refute the claim, so they hold together with the confidence that is asked for.
     """
     options, started = report.options, time.monotonic()
-    both = options.runs >= FEWEST
+    both = options.runs >= MIN_RUNS
     confidence = 1 - (1 - options.confidence) / (2 if both else 1)
     assert report.bounds is not None
     pair = neighbours(options.kind)

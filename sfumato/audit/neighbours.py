@@ -22,14 +22,15 @@ class Neighbours:
     - with_unit, without: the two sets.
     - place: index of the unit among the units of `with_unit`.
     - origin: index in `with_unit` of each record of `without`.
-    - stretched: whether white-box audits stretch the features and gradients of the unit (`stretched.py`).
+    - worst_case: whether white-box audits lengthen the features and gradients of the unit to more than the clipping
+      norm (`worst_case_rows.py`).
     """
 
     with_unit: ImageSet
     without: ImageSet
     place: int
     origin: torch.Tensor
-    stretched: bool = False
+    worst_case: bool = False
 
     @property
     def canaries(self) -> ImageSet:
@@ -68,32 +69,32 @@ def neighbours(kind: str) -> Neighbours:
 
 
 def worst_case() -> Neighbours:
-    """The outlier, with features and gradients that are as long as the clipping norm allows."""
-    return replace(outlier(), stretched=True)
+    """Return the outlier pair, with features and gradients of the clipping norm."""
+    return replace(outlier(), worst_case=True)
 
 
 def outlier() -> Neighbours:
-    """An image with the largest contrast against constant images; it is alone in its class."""
+    """Return a pair with an image of largest contrast, alone in its class, against constant images."""
     labels = torch.arange(8) % 4
     grey = torch.full((8, 1, 8, 8), GREY, dtype=torch.uint8)
     return _added(ImageSet(grey, labels, ("0", "1", "2", "3", "4")), contrast((1, 8, 8)), 4)
 
 
 def mislabelled() -> Neighbours:
-    """An image of one class with the label of another."""
+    """Return a pair with an image that has the label of another class."""
     digits = small_set()
     return _added(digits.subset(range(1, len(digits))), digits.images[0], 1)
 
 
 def duplicate() -> Neighbours:
-    """A second copy of an image."""
+    """Return a pair with a second copy of an image."""
     digits = small_set()
     assert digits.labels is not None
     return _added(digits, digits.images[0], int(digits.labels[0]))
 
 
 def person() -> Neighbours:
-    """A person with five images, all the same outlier, against persons with five ordinary images each."""
+    """Return a pair with a person of five equal outliers, against persons with five ordinary images each."""
     digits = digits_of(10, 10)
     assert digits.labels is not None
     persons, pixels = torch.arange(len(digits)) % 4, digits.images.clone()

@@ -36,7 +36,7 @@ from sfumato.methods.score_matching import LossGradient
 TRIALS = 1000
 SAMPLING = 0.1  # of dp-kernel: batches of 60 from 600 images
 BATCH = 2  # images of the set of pge, and of a step: 2^2 samples, each with 2^2 outcomes of randomised response
-SAME = 1e-6  # relative distance of gradients that are equal but for rounding
+EQUAL_TOLERANCE = 1e-6  # relative distance of gradients that are equal but for rounding
 
 Step = Callable[[bool], float]  # the score of one trial, with the unit or without it
 
@@ -114,7 +114,7 @@ def pge_step(epsilon: float, delta: float) -> Step:  # noqa: ARG001
         chosen = torch.randint(BATCH, (BATCH,), generator=fresh)
         update = gradient(present, chosen, randomised_response(vectors, model.epsilon, model.nearest, fresh))
         near = {world: float((known[world] - update).norm(dim=1).min() / update.norm()) for world in known}
-        return float(near[True] < SAME) - float(near[False] < SAME)
+        return float(near[True] < EQUAL_TOLERANCE) - float(near[False] < EQUAL_TOLERANCE)
 
     return trial
 

@@ -27,7 +27,7 @@ class SmallClassifier(Synthesizer):
 
     key: ClassVar[str] = "dp-sgd"
     paper: ClassVar[str] = "Abadi et al., CCS 2016"
-    summary: ClassVar[str] = "DP-SGD of a small classifier, to calibrate the auditor"
+    summary: ClassVar[str] = "train a small classifier by DP-SGD, to calibrate the auditor"
 
     steps: int = 50
     sampling_prob: float = 0.2

@@ -30,12 +30,12 @@ import torch
 from sfumato.audit.lower_bounds import CONFIDENCE, Array, LowerBounds, lower_bounds
 from sfumato.audit.neighbours import Neighbours
 from sfumato.audit.small_settings import Make
-from sfumato.audit.stretched import stretched
+from sfumato.audit.worst_case_rows import with_worst_case_rows
 from sfumato.engine import GradientVault
 from sfumato.privacy import Plan
 from sfumato.testing import Answer, Tape, UnsoundError, record
 
-HISTORIES = 8  # at least this many runs of the method, each with its own releases
+MIN_HISTORIES = 8  # runs of the method, each with its own releases
 MAX_NUMBERS = 2_000_000  # noise values in memory at a time
 
 
@@ -70,7 +70,7 @@ def white_box(
     vault: type[GradientVault] | None = None,
     advance: Callable[[int, int], None] = lambda *_: None,
 ) -> Trials:
-    """Return scores of at least `trials` trials in each world, from `HISTORIES` or more runs of a method.
+    """Return scores of at least `trials` trials in each world, from `MIN_HISTORIES` or more runs of a method.
 
     - make: returns the method; add-remove adjacency.
     - pair: the neighbouring sets.
@@ -83,9 +83,9 @@ def white_box(
     found = Trials(model.plan(model.public_facts(pair.with_unit)))
     if not found.plan.releases or not found.plan.budget.private:
         raise ValueError(f"{model.key} makes no noised releases; use the black-box audit")
-    each, started = math.ceil(trials / HISTORIES), time.monotonic()
+    each, started = math.ceil(trials / MIN_HISTORIES), time.monotonic()
     try:
-        for number in range(HISTORIES):
+        for number in range(MIN_HISTORIES):
             if found.present and time.monotonic() - started > seconds:
                 found.interrupted = True
                 break
@@ -93,7 +93,7 @@ def white_box(
             present, absent = (score_trials(recorded, replayed, each, world) for world in (True, False))
             found.present.append(present)
             found.absent.append(absent)
-            advance(number + 1, HISTORIES)
+            advance(number + 1, MIN_HISTORIES)
     except KeyboardInterrupt:
         if not found.present:
             raise
@@ -106,8 +106,8 @@ def exact_sums(
 ) -> tuple[list[Answer], list[Answer]]:
     """Return the queries of a run with the unit, and those of a run without it that saw the same releases."""
     base = vault or make().vault_type
-    if pair.stretched:
-        base = stretched(base, pair.canaries)
+    if pair.worst_case:
+        base = with_worst_case_rows(base, pair.canaries)
     tape = Tape(pair.place, torch.arange(len(pair.with_unit)))
     record(make(seed=seed), pair.with_unit, tape, base)
     replay = Tape(pair.place, pair.origin, present=False, replay=tape.answers)

@@ -33,13 +33,22 @@ FORMAT = "sfumato-certificate/2"
 class Certificate:
     """The guarantee of a run, and where it comes from.
 
-    - guarantee: "differential-privacy" or "none"; void: why it is "none"; caveats: restrictions, in sentences.
-    - epsilon, delta, adjacency, unit: the guarantee; bounds: epsilon of each accountant.
-    - events: the planned releases; noise: kind of noise of each release, and the generator.
-    - method, parameters, public_facts, account: from the ledger's first line; account: name of the budget file.
-    - ledger: hash of the ledger's last line; outputs: hash of each covered file or folder.
-    - claimed: the guarantee that a published method claims; issuer, subject: who certifies which data; issued: date.
-    - software: versions; derived_from: digest of the run's certificate, for samples drawn later.
+    - guarantee: "differential-privacy" or "none".
+    - void: why it is "none".
+    - caveats: restrictions, in sentences.
+    - epsilon, delta, adjacency, unit: the guarantee.
+    - bounds: epsilon of each accountant.
+    - events: the planned releases.
+    - noise: kind of noise of each release, and the generator.
+    - method, parameters, public_facts: from the ledger's first line.
+    - account: name of the budget file, from the ledger's first line.
+    - ledger: hash of the ledger's last line.
+    - outputs: hash of each covered file or folder.
+    - claimed: the guarantee that a published method claims.
+    - issuer, subject: who certifies which data.
+    - issued: date.
+    - software: versions.
+    - derived_from: digest of the run's certificate, for samples drawn later.
     - format, signature: version of this format; algorithm, public key and value, or None.
 
     Guarantee: `epsilon` covers every release of the plan, made or not.

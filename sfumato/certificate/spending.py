@@ -1,4 +1,4 @@
-"""What a run has spent so far, from the charges in its ledger, for people who watch. Certificates state the plan."""
+"""Compute what a run has spent so far, from the charges in its ledger, for display. Certificates state the plan."""
 
 from __future__ import annotations
 

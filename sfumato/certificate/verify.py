@@ -18,7 +18,7 @@ from sfumato.certificate.statement import account_events, caveats, statement
 from sfumato.privacy.budget import UNITS
 from sfumato.privacy.ledger import Ledger, digest, reject_duplicate_keys
 
-SLACK = 1.01  # a stated epsilon may exceed the computed one by this factor; it may never be smaller
+MAX_OVERSTATEMENT = 1.01  # a stated epsilon may exceed the computed one by this factor; it may never be smaller
 MAX_BYTES, MAX_NAMES = 2**28, 20  # size of a file that is read, number of uncovered files that are listed
 
 
@@ -168,7 +168,7 @@ def _follows(stated: Any, computed: float | None) -> bool:
     """Return whether a stated number follows from the computed one. Guarantee: False for a smaller number."""
     if stated is None or computed is None:
         return stated is None and computed is None
-    return type(stated) is float and computed <= stated <= SLACK * computed + 1e-9
+    return type(stated) is float and computed <= stated <= MAX_OVERSTATEMENT * computed + 1e-9
 
 
 def _check_signature(

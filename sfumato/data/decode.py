@@ -83,7 +83,8 @@ class Listing:
     """Files with their labels and person names.
 
     - count: number of images in all files.
-    - skipped: unreadable files that were left out; others: files that are not images by their names.
+    - skipped: unreadable files that were left out.
+    - others: files that are not images by their names.
     """
 
     items: Iterable[Item]

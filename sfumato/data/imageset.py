@@ -19,7 +19,7 @@ SUM_TOLERANCE = 1e-2  # of soft labels; allows half precision
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """Facts about an image set that are public, so that using them costs no privacy.
+    """Facts about an image set that are public, so using them costs no privacy.
 
     - shape: channels, height and width.
     - classes: class names.

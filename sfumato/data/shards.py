@@ -32,8 +32,8 @@ from sfumato.data.parallel import map_in_order
 from sfumato.data.storage import FileRows, Spool
 
 SUFFIXES = (".tar", ".parquet")
-SHARDS = 32  # of a source that is not made of shard files; a constant, so that it depends on no image
-WILD = re.compile(r"[*?\[]")
+SHARDS = 32  # of a source that is not made of shard files; a constant, so it depends on no image
+GLOB_CHARACTERS = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Shard(Protocol):
 class MissingShard(DataError):
     """A shard is not there, cannot be read, or has other bytes; this does not depend on the images in it.
 
-    - name: of the shard. what: what is wrong. detail: for the person who holds the images, before the first release.
+    - name: of the shard.
+    - what: what is wrong.
+    - detail: for the person who holds the images, before the first release.
     """
 
     def __init__(self, name: str, what: str, detail: str = "") -> None:
@@ -263,9 +265,9 @@ def _file_names(source: str, split: Split) -> list[str]:
         names = _remote_names(source)
     elif BRACES.search(source):
         names = expand_braces(str(Path(source).expanduser()))
-    elif WILD.search(source) and not Path(source).exists():
+    elif GLOB_CHARACTERS.search(source) and not Path(source).exists():
         path = Path(source).expanduser()
-        plain = next(index for index, part in enumerate(path.parts) if WILD.search(part))
+        plain = next(index for index, part in enumerate(path.parts) if GLOB_CHARACTERS.search(part))
         pattern = str(PurePosixPath(*path.parts[plain:]))
         names = sorted(str(each) for each in Path(*path.parts[:plain]).glob(pattern) if each.is_file())
         if not names:
@@ -286,11 +288,11 @@ def _file_names(source: str, split: Split) -> list[str]:
 def _remote_names(source: str) -> list[str]:
     if BRACES.search(source):
         return expand_braces(source)
-    if source.lower().endswith(SUFFIXES) and not WILD.search(source):
+    if source.lower().endswith(SUFFIXES) and not GLOB_CHARACTERS.search(source):
         return [source]
     try:
         system, path = _fsspec().core.url_to_fs(source)
-        found = system.glob(path) if WILD.search(source) else system.ls(path, detail=False)
+        found = system.glob(path) if GLOB_CHARACTERS.search(source) else system.ls(path, detail=False)
         names = sorted(system.unstrip_protocol(each) for each in found)
     except Exception as error:
         raise DataError(f"{source} cannot be listed: {reason(error)}; name the shards with braces") from error

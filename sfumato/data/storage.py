@@ -61,7 +61,7 @@ class Spool:
 class FileRows:
     """Rows of one shape in an unnamed temporary file: they take no memory, and do not outlive the process.
 
-    Reads and writes go through the file system's cache, not through mapped memory, so that memory stays flat.
+    Reads and writes go through the file system's cache, not through mapped memory, so memory stays flat.
 
     - spool: file to write to, at its end, default: a new one. Only its last rows may grow.
     """

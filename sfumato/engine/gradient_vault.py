@@ -24,8 +24,8 @@ class Performance:
 
     - batch_size: images (per class) in memory at a time, default None: 128 on a CPU, 512 on a GPU.
     - record: capture the computation of a batch as a CUDA graph and replay it, on a GPU only, default True.
-    - precision: of networks in gradients, default float32; bfloat16 on a GPU uses autocast. Clipping and sums use at
-      least float32.
+    - precision: dtype of networks in `gradient`, default float32; bfloat16 on a GPU uses autocast. Clipping and sums
+      use at least float32.
     - layer_rules: use closed-form per-example gradients of linear and convolution layers, default True.
     """
 

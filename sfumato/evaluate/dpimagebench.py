@@ -28,7 +28,7 @@ from sfumato.nets.classifiers import Builder
 from sfumato.nets.deep_classifiers import DEEP_CIFAR_NETWORKS, DEEP_NETWORKS
 from sfumato.progress import track
 
-VALIDATION = 12  # every so many synthetic images, one is for validation
+VALIDATION_INTERVAL = 12  # one of this many synthetic images is for validation
 EMA = 0.9999  # of the weights, less in the beginning
 DROP, BATCH = 0.2, 500
 
@@ -68,11 +68,11 @@ def bench_accuracy(
     - networks: others, for tests.
     """
     test = aligned(test, synthetic)
-    if len(synthetic) < 2 * VALIDATION:
-        raise DataError(f"DPImageBench's classifiers need at least {2 * VALIDATION} synthetic images")
+    if len(synthetic) < 2 * VALIDATION_INTERVAL:
+        raise DataError(f"DPImageBench's classifiers need at least {2 * VALIDATION_INTERVAL} synthetic images")
     chosen = networks or (DEEP_CIFAR_NETWORKS if cifar else DEEP_NETWORKS)
     order = torch.randperm(len(synthetic), generator=torch.Generator().manual_seed(seed))
-    held = order[: len(order) // VALIDATION]
+    held = order[: len(order) // VALIDATION_INTERVAL]
     train, validation = synthetic.subset(order[len(held) :]), synthetic.subset(held)
     total = epochs or (200 if cifar else 50)
     found = {}

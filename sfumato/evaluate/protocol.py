@@ -18,7 +18,7 @@ import torch
 from sfumato.data import DataError, ImageSet, contact_sheet
 from sfumato.data.atomic import write_json
 from sfumato.evaluate.fidelity import fidelity
-from sfumato.evaluate.meanings import chance_of
+from sfumato.evaluate.measure_descriptions import chance_of
 from sfumato.evaluate.utility import Recipe, aligned, downstream_accuracy
 from sfumato.features import FeatureNetwork, Features, features, load_feature_network
 

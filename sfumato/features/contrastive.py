@@ -14,9 +14,9 @@ from torch.nn import functional
 
 EMBEDDING = 128  # outputs of the projection, which is not part of the encoder
 SPREAD = 2.0  # of the Gaussian kernel of uniformity, the paper's t
-LEAST_AREA, LARGEST_RATIO = 0.15, 4 / 3  # of the part, relative to the image; width to height
+MIN_AREA, MAX_ASPECT_RATIO = 0.15, 4 / 3  # of the part, relative to the image; width to height
 COLOUR_CHANGE = 0.4  # relative, of brightness, contrast, saturation and of each channel
-RECOLOURED, GREY = 0.8, 0.2  # probability
+COLOUR_CHANGE_PROB, GREY_PROB = 0.8, 0.2
 
 
 def alignment_and_uniformity(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def view(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
         return low + (high - low) * torch.rand(count, *(shape or (1,)), generator=generator, device=device)
 
-    area, ratio = uniform(LEAST_AREA, 1), LARGEST_RATIO ** uniform(-1, 1)
+    area, ratio = uniform(MIN_AREA, 1), MAX_ASPECT_RATIO ** uniform(-1, 1)
     width, height = ((area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1))
     mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0)
     zero = torch.zeros_like(area)
@@ -68,11 +68,11 @@ def view(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     part = functional.grid_sample(pixels, places, padding_mode="reflection", align_corners=False)
 
     def factor(*shape: int) -> torch.Tensor:
-        changed = uniform(0, 1, *(1 for _ in shape)) < RECOLOURED
+        changed = uniform(0, 1, *(1 for _ in shape)) < COLOUR_CHANGE_PROB
         return torch.where(changed, uniform(1 - COLOUR_CHANGE, 1 + COLOUR_CHANGE, *shape), torch.ones(()).to(device))
 
     coloured = part * factor(1, 1, 1) * factor(3, 1, 1)
     coloured = torch.lerp(coloured.mean((1, 2, 3), keepdim=True), coloured, factor(1, 1, 1))
     grey = coloured.mean(1, keepdim=True)
-    saturation = torch.where(uniform(0, 1, 1, 1, 1) < GREY, torch.zeros(()).to(device), factor(1, 1, 1))
+    saturation = torch.where(uniform(0, 1, 1, 1, 1) < GREY_PROB, torch.zeros(()).to(device), factor(1, 1, 1))
     return torch.lerp(grey, coloured, saturation).clamp(0, 1)

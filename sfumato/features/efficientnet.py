@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.features.folding import ActivationHook, fold_batch_norm, no_hook
+from sfumato.features.batch_norm_folding import ActivationHook, fold_batch_norm, no_hook
 from sfumato.features.weights import Weights
 
 DIMENSION = 1280

@@ -31,7 +31,8 @@ IMAGES_PER_BATCH = 500  # of the encoder
 class ImageEmbedding(nn.Module):
     """Map images [N, C, H, W] in [-1, 1] to vectors [N, width] of norm at most one.
 
-    - shape: that images are converted to. encoder: a public encoder on the device; None: scattering coefficients.
+    - shape: that images are converted to.
+    - encoder: a public encoder on the device; None: scattering coefficients.
     - components: number of the content's components, at most.
 
     `fit` must be called first, or a state be loaded.

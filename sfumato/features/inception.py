@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.features.folding import fold_batch_norm
+from sfumato.features.batch_norm_folding import fold_batch_norm
 from sfumato.features.weights import TORCHSCRIPT, Weights, check_fit, load_weights, read_state
 
 DIMENSION = 2048

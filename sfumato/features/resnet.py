@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.features.folding import ActivationHook, fold_batch_norm, no_hook
+from sfumato.features.batch_norm_folding import ActivationHook, fold_batch_norm, no_hook
 
 WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4  # output channels of a bottleneck over its width

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sfumato.features.folding import ActivationHook, fold_batch_norm, no_hook
+from sfumato.features.batch_norm_folding import ActivationHook, fold_batch_norm, no_hook
 
 STAGES = {  # depth: convolutions per stage; 2×2 max pooling between stages
     11: (1, 1, 2, 2, 2),

@@ -62,8 +62,16 @@ ASSUMED_NOTE = (
     "(public_size=true) or set preset=high-noise"
 )
 PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
-WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
-WITHOUT_PRIOR = ("variety", "paths", "batch_size", "painter", "generator", "teacher.cnn_images", "teacher.components")
+ONLY_WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
+ONLY_WITHOUT_PRIOR = (
+    "variety",
+    "paths",
+    "batch_size",
+    "painter",
+    "generator",
+    "teacher.cnn_images",
+    "teacher.components",
+)
 Painter = KernelPainter | PriorPainter
 PAINTER = PainterSettings(common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
 CPU = replace(CPU_PAINTER, common_share=0.5, common_threshold=HIGH_NOISE_THRESHOLD)
@@ -79,11 +87,10 @@ class Atelier(Synthesizer):
     - encoder: text; a public network for the teacher's features, as `load_perceptual` takes it; none, or the prior's.
     - autoencoder: `taef2` to generate its latents instead of pixels, for images above 64 pixels; none.
     - disagreement: what to do with images in which the teacher sees another class than the painter meant: `relabel`
-      (default; with `prior` as `drop`), `drop`, or `keep` the painter's label. May change after `fit`.
+      (default; with `prior` it acts as `drop`), `drop`, or `keep` the painter's label. May change after `fit`.
     - soft_labels: bool, False; add the teacher's probabilities to samples. May change after `fit`.
-    - variety: float, 1.0, from 0 to 1; how far relabelled images go beyond what the painter makes of a class: up to
-      half way to another class, rotated by up to 8 degrees, scaled by 6 % and shifted by 5 %. Without effect with
-      `prior`. May change after `fit`.
+    - variety: float, 1.0; strength from 0 to 1 of the augmentation of relabelled images: mixing of classes, rotation,
+      scale, shift. Not used with `prior`. May change after `fit`.
 
     Presets: `cpu`; `prior` and `prior-cpu`: with a prior; `high-noise`: fewer steps, smaller batches, no scattering
     features, a penalty on total variation.
@@ -91,7 +98,7 @@ class Atelier(Synthesizer):
 
     key: ClassVar[str] = "atelier"
     paper: ClassVar[str] = "this package"
-    summary: ClassVar[str] = "a generator from noisy kernel means or a public prior, labelled by a private teacher"
+    summary: ClassVar[str] = "train dp-kernel's generator or a public prior; a private linear teacher labels its images"
     adjustable: ClassVar[frozenset[str]] = frozenset({"disagreement", "soft_labels", "variety"})
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"variety", "steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -164,7 +171,9 @@ class Atelier(Synthesizer):
 
     def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
         found = self._painter(public).in_use()
-        found |= dict.fromkeys(WITHOUT_PRIOR if self.prior else WITH_PRIOR)
+        found |= dict.fromkeys(ONLY_WITHOUT_PRIOR if self.prior else ONLY_WITH_PRIOR)
+        if self.prior and self.disagreement == "relabel":
+            found["disagreement"] = "drop", "with a prior"
         if not _has_classes(public):
             return found | dict.fromkeys(("teacher", "teacher_share", "disagreement", "soft_labels", "variety"))
         plan, images = self.plan(public), sum(public.sizes or ()) or ASSUMED_IMAGES

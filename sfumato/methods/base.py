@@ -137,7 +137,8 @@ class Synthesizer(Parameterized, ABC):
         - resume: continue an interrupted run in that folder.
         - budget: file of the data set's budget over many runs (`sfumato budget open`), which this run is charged to.
         - max_per_person: public cap on the images of a person that are used, where images have persons.
-        - sign: file of a private key that signs the certificate. issuer, subject: who issues it, about which data.
+        - sign: file of a private key that signs the certificate.
+        - issuer, subject: who issues it, about which data.
         """
         if not isinstance(images, ImageSet | ShardedImages):
             raise DataError(f"fit takes an ImageSet, not a {type(images).__name__}; read it with load_images first")

@@ -1,7 +1,7 @@
 """Checkpoints of a fit: the states of its loops on disk, so that a killed run loses at most one interval of work.
 
 A state is made of noised results and public numbers alone. It is written before the vault forgets the results that went
-into it, so that at every instant state and kept results together hold all that was handed out.
+into it, so at every instant state and kept results together hold all that was handed out.
 """
 
 from __future__ import annotations

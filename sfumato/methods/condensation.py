@@ -1,4 +1,4 @@
-"""What condensation methods share: a few images per class, made once, matched in random networks."""
+"""Base classes of condensation methods: a few images per class, created once, matched in random networks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Condenser(Synthesizer):
         return self.images_per_class * len(public.classes)
 
     def _keep(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """The condensed set: float pixels, of which those beyond [-1, 1] are cut off when they are written."""
+        """Store the condensed set: float pixels, which are clamped to [-1, 1] when they are written."""
         self.images_, self.labels_ = images.float(), labels.long()
 
     def _proportions(self) -> torch.Tensor:
         return torch.bincount(self.labels_.cpu(), minlength=len(self._fitted().classes)).float()
 
     def _sample(self, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Different images for all labels, chosen at random."""
+        """Draw images of these labels without replacement."""
         classes = self._fitted().classes
         wanted = torch.bincount(labels, minlength=len(classes))
         there = torch.bincount(self.labels_, minlength=len(classes))
@@ -89,7 +89,7 @@ class PrivateCondenser(Condenser):
 
     @abstractmethod
     def _times(self, public: PublicFacts) -> int:
-        """How many sums are released."""
+        """Return the number of released sums."""
 
     def validate(self) -> Self:
         for name in ("group_size", "noise_multiplier"):
@@ -107,11 +107,11 @@ class PrivateCondenser(Condenser):
         return [*counts, Release("sums", times, q, self.noise_multiplier)]
 
     def _probability(self, public: PublicFacts) -> float:
-        """q; with `group_size`, that of the smallest class, which is what the others are charged for anyway."""
+        """Return the sampling probability q of all classes; with `group_size`, that of the smallest class."""
         return self.sampling_prob if self.group_size is None else min(1.0, self.group_size / self._smallest(public))
 
     def _smallest(self, public: PublicFacts) -> float:
-        """Images of the smallest class."""
+        """Return the number of images of the smallest class."""
         if not public.sizes:
             raise DataError(
                 "group_size divides by the sizes of classes, and these are private: declare them public "
@@ -120,7 +120,7 @@ class PrivateCondenser(Condenser):
         return max(min(public.sizes), 1)
 
     def _expected(self, vault: GradientVault, public: PublicFacts) -> torch.Tensor:
-        """Expected number of images of each class in a sample, [classes, 1]."""
+        """Return the expected number of images of each class in a sample, [classes, 1]."""
         return (self._probability(public) * class_counts(vault, public))[:, None]
 
 
@@ -134,7 +134,7 @@ class RandomViews:
         self._begun, self._taken = generator.get_state(), torch.zeros((), dtype=torch.int64)  # of the block
 
     def state_parts(self) -> dict[str, Any]:
-        """What `next` changes, for checkpoints."""
+        """Return the state that `next` changes, for checkpoints."""
         return {"generator": self._generator, "begun": self._begun, "taken": self._taken}
 
     def next(self) -> View:
@@ -178,13 +178,13 @@ class RandomViews:
 
 @dataclass(frozen=True)
 class View:
-    """One network and one augmentation per class: how an iteration looks at images, real and synthetic alike."""
+    """The network and the augmentations, one per class, by which an iteration embeds real and synthetic images."""
 
     network: list[torch.Tensor]
     augmentation: Augmentation | None
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Features, [N, features]; row-wise."""
+        """Return features [N, features], each row from its own image."""
         if self.augmentation is not None:
             images = self.augmentation[labels](images)
         return embed(images, self.network)
@@ -193,19 +193,22 @@ class View:
         return [*self.network, *([] if self.augmentation is None else [self.augmentation.table])]
 
     def like(self, tensors: Sequence[torch.Tensor]) -> View:
-        """The same kind of view, made of these tensors."""
+        """Return a view of the same kind from these tensors."""
         depth = len(self.network)
         return View(list(tensors[:depth]), Augmentation(*tensors[depth:]) if self.augmentation is not None else None)
 
 
 class Matcher:
-    """Synthetic images, moved until their mean embeddings are the given ones: distribution matching.
+    """Distribution matching: move synthetic images until their mean embeddings are the given ones.
 
-    All classes go through one network at once; on a GPU an iteration is one graph. Embeddings are taken as directions
-    (norm 1) if `unit`; the factor that makes them so is not differentiated. `start` is the first images, or the
-    standard deviation of their noise. `smoothness` is the length, in image sides, over which neighbouring pixels move
-    together: noise is white, images are not. With `decay` the learning rate falls to zero along a cosine. The outcome
-    is the mean of the images over the last `average` of the iterations.
+    All classes go through one network at once; on a GPU an iteration is one CUDA graph.
+
+    - unit: scale embeddings to norm 1; the scale is not differentiated.
+    - learning_rate: learning rate; with `decay` it falls to zero as a cosine.
+    - momentum: momentum of the gradient steps.
+    - smoothness: length in image sides over which gradients of neighbouring pixels are correlated, default 0.
+    - average: share of the last iterations whose images are averaged for the result, default 0.
+    - start: first images, or the standard deviation of their noise, default 1.
     """
 
     def __init__(
@@ -235,44 +238,44 @@ class Matcher:
         self._smooth = smoothness > 0
         self._velocity = torch.zeros_like(start)
         self._mean, self._done = torch.zeros_like(start), torch.zeros((), dtype=torch.int64)
-        self._look, self._pull = Graph(self._means), Graph(self._move)
+        self._means_graph, self._step_graph = Graph(self._means), Graph(self._step)
 
     def state_parts(self) -> dict[str, Any]:
-        """What an iteration changes, for checkpoints."""
+        """Return the state that an iteration changes, for checkpoints."""
         return {"images": self.images, "velocity": self._velocity, "mean": self._mean, "done": self._done}
 
     def means(self, view: View) -> torch.Tensor:
-        """Mean embeddings of the images as they are, [classes, features]."""
-        found = self._look(view)
+        """Return the mean embeddings of the current images, [classes, features]."""
+        found = self._means_graph(view)
         assert found is not None
         return found
 
-    def pull(self, view: View, difference: torch.Tensor) -> None:
-        """One iteration that moves mean embeddings along `difference`, [classes, features]."""
+    def step(self, view: View, difference: torch.Tensor) -> None:
+        """Run one iteration: move the mean embeddings along `difference`, [classes, features]."""
         rate = self._rate
         if self._decay:
             rate *= (1 + math.cos(math.pi * int(self._done) / self._iterations)) / 2
-        self._pull(view, difference.float(), torch.full((), rate, device=difference.device))
+        self._step_graph(view, difference.float(), torch.full((), rate, device=difference.device))
         self._done += 1
         if self._count > 0:
             self._mean += (self.images - self._mean) / self._count
 
     @property
     def _count(self) -> int:
-        """How many iterations are averaged so far."""
+        """Return the number of iterations in the average so far."""
         return max(0, int(self._done) - self._averaged_from)
 
     def result(self) -> torch.Tensor:
         return self._mean if self._count else self.images
 
     def _parts(self) -> Iterator[tuple[slice, slice]]:
-        """Some classes at a time, and their images."""
+        """Yield slices of a few classes, and of their images."""
         classes = max(1, CHUNK // self._per_class)
         for first in range(0, len(self.images) // self._per_class, classes):
             yield slice(first, first + classes), slice(first * self._per_class, (first + classes) * self._per_class)
 
     def _embedded(self, view: View, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean embeddings of some classes."""
+        """Return the mean embeddings of some classes."""
         rows = view(images, labels)
         if self._unit:
             rows = rows / torch.linalg.vector_norm(rows.detach(), dim=1, keepdim=True).clamp_min(TINY)
@@ -282,7 +285,7 @@ class Matcher:
         with torch.no_grad():
             return torch.cat([self._embedded(view, self.images[part], self.labels[part]) for _, part in self._parts()])
 
-    def _move(self, view: View, difference: torch.Tensor, rate: torch.Tensor) -> None:
+    def _step(self, view: View, difference: torch.Tensor, rate: torch.Tensor) -> None:
         for classes, part in self._parts():
             images = self.images[part].detach().requires_grad_(True)
             with torch.enable_grad():
@@ -295,7 +298,7 @@ class Matcher:
 
 
 def _correlation(size: int, length: float, device: torch.device) -> torch.Tensor:
-    """Correlation of pixels that falls off over `length`, [size, size]; white noise keeps its strength under it."""
+    """Return a matrix [size, size] of pixel correlations that decay over `length` and keep the norm of white noise."""
     place = torch.arange(size, device=device)
     matrix = torch.exp(-(place[:, None] - place).abs() / max(length, 1e-6))
     return matrix / matrix.square().sum(1).mean().sqrt()

@@ -28,12 +28,12 @@ from sfumato.methods.prior_painter import PriorPainter, PrivateLoss
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, use_average, warm_cosine
-from sfumato.priors.denoising import DROPPED, compiled_denoising_loss, draw_levels
+from sfumato.priors.denoising import CONDITION_DROPOUT, compiled_denoising_loss, draw_levels
 from sfumato.priors.prior import embedded_shape
 from sfumato.privacy import Release
 
 CPU_NOTE = "without a GPU the preset adapts a prior with few steps, so it changes little; a GPU is advised"
-SHARPNESS = 2.0  # factor on the teacher's logits where it chooses images to practise on
+TEACHER_LOGIT_SCALE = 2.0  # factor on the logits by which the teacher weights images of the curriculum
 EMBEDDED_AT_ONCE, POOL_BATCH = 500, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
 
@@ -122,7 +122,8 @@ class CurriculumPainter(PriorPainter):
     ) -> ScoreNetwork:
         """Train on weighted images, first of the prior, then also on the network's own.
 
-        - embedded: the vault of the embedded images, which releases their class means. pool: images of the prior.
+        - embedded: the vault of the embedded images, which releases their class means.
+        - pool: images of the prior.
         """
         if not self.settings.rounds:
             return network
@@ -141,7 +142,7 @@ class CurriculumPainter(PriorPainter):
                 rows = torch.cat([rows, self._embed(embedding, drawn)])
             weights = tilt(rows, means, settings.strength)
             if teacher is not None:
-                weights = weights * (SHARPNESS * teacher.classify(rows)).softmax(1)
+                weights = weights * (TEACHER_LOGIT_SCALE * teacher.classify(rows)).softmax(1)
                 weights = weights / weights.sum(0)
             loop = checkpoints.loop(
                 f"curriculum {number + 1}/{settings.rounds}", settings.practice_steps, trainer=trainer, random=generator
@@ -153,7 +154,7 @@ class CurriculumPainter(PriorPainter):
                 noise = torch.randn(batch.shape, generator=generator, device=self.device)
                 levels = draw_levels(len(batch), generator, settings.practice_centre)
                 trainer.set_rate(settings.practice_rate * warm_cosine(step, settings.practice_steps))
-                dropped = torch.rand(len(labels), generator=generator, device=self.device) < DROPPED
+                dropped = torch.rand(len(labels), generator=generator, device=self.device) < CONDITION_DROPOUT
                 labels = torch.where(dropped, -1, labels)  # for guidance
                 trainer.descend(compiled_denoising_loss(network, batch, noise, levels, labels))
             use_average(trainer)

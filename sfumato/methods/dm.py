@@ -40,8 +40,8 @@ class DistributionMatching(Condenser):
     """
 
     key: ClassVar[str] = "dm"
-    paper: ClassVar[str] = "Dataset Condensation with Distribution Matching (Zhao and Bilen, WACV 2023)"
-    summary: ClassVar[str] = "a few images per class, matched to real ones in random networks; not private"
+    paper: ClassVar[str] = "Zhao and Bilen, WACV 2023"
+    summary: ClassVar[str] = "match embeddings of real images by a few images of each class; not private"
     guarantee: ClassVar[str] = "none"
     claimed: ClassVar[dict[str, Any] | None] = {
         "epsilon": "O(m / n) for m images condensed from n",
@@ -93,19 +93,19 @@ class DistributionMatching(Condenser):
         for _ in self._checkpoints.loop("matching", self.iterations, views=views, matcher=matcher):
             view = views.next()
             targets = mean_embeddings(view, *next(batches), len(public.classes))
-            matcher.pull(view, targets - matcher.means(view))
+            matcher.step(view, targets - matcher.means(view))
         self._keep(matcher.result(), matcher.labels)
 
 
 def initial_noise(public: PublicFacts, per_class: int, generator: torch.Generator) -> torch.Tensor:
-    """What matching starts from: N(0, I), class by class. The first that is drawn, so others can start there, too."""
+    """Return the initial images, N(0, I) class by class. They are the first draw of `generator`."""
     return torch.randn(len(public.classes) * per_class, *public.shape, generator=generator, device=generator.device)
 
 
 def class_batches(
     images: torch.Tensor, labels: torch.Tensor, public: PublicFacts, size: int, generator: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For ever: `size` images of each class, or all if there are fewer; in [-1, 1], with their labels."""
+    """Yield batches endlessly: `size` images of each class (or all, if fewer) in [-1, 1], and their labels."""
     counts = torch.bincount(labels, minlength=len(public.classes))
     if empty := [name for name, count in zip(public.classes, counts.tolist(), strict=True) if not count]:
         raise DataError(f"there are no images of class {empty[0]!r}: nothing to match")
@@ -121,7 +121,7 @@ def class_batches(
 
 @torch.no_grad()
 def mean_embeddings(view: View, images: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """The mean of each class's features, [classes, features]."""
+    """Return the mean features of each class, [classes, features]."""
     chunk = CHUNK if images.device.type == "cpu" else DEVICE_CHUNK
     parts = zip(images.split(chunk), labels.split(chunk), strict=True)
     rows = torch.cat([view(*part) for part in parts])

@@ -33,7 +33,7 @@ COUNTS_ONLY_SHARE = 0.01  # of the budget, for the counts, where there is no cur
 
 @dataclass(kw_only=True, eq=False)
 class DPDiffusion(Synthesizer):
-    """A public diffusion model, fine-tuned by a free curriculum and by noisy gradients.
+    """A public diffusion model, fine-tuned by a curriculum on its own images and by noisy gradients.
 
     - prior: text, `random-process`; a name of `sfumato prior list`, or the folder of `sfumato prior train`.
     - encoder: text; a public network for the embedding, as `load_perceptual` takes it; none: the prior's own.
@@ -48,10 +48,8 @@ class DPDiffusion(Synthesizer):
     """
 
     key: ClassVar[str] = "dp-diffusion"
-    paper: ClassVar[str] = "Differentially Private Diffusion Models (Dockhorn et al., TMLR 2023); PrivImage (2024)"
-    summary: ClassVar[str] = (
-        "a public diffusion model, fine-tuned by a free curriculum and noisy gradients; GPU advised"
-    )
+    paper: ClassVar[str] = "Dockhorn et al., TMLR 2023; Li et al., USENIX Security 2024"
+    summary: ClassVar[str] = "fine-tune a diffusion model of public images by a curriculum on its own images and DP-SGD"
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"steps": 5, "sampling_prob": 0.002, "adaptation": CPU_TRAINING},

@@ -1,4 +1,4 @@
-"""DP-kernel: a generator trained on a noisy function ("Functional Rényi Differential Privacy for Generative Modeling").
+"""DP-kernel: a generator trained on a noisy function (Jiang et al., "Functional Rényi DP", NeurIPS 2023).
 
 Idea: release the kernel mean of each class with the noise of a Gaussian process, and train a generator to follow it
 (`kernel_painter.py`). Three sound forms differ in what is released:
@@ -43,7 +43,7 @@ from sfumato.nets.training import state_below, warm_cosine
 from sfumato.privacy import Release
 
 INDUCING_POINTS = 200  # public points of the `nystrom` form
-NEAR = 4  # images per class whose derivatives the `gp` form releases in a step
+POINTS_PER_CLASS = 4  # images whose derivatives the `gp` form releases in a step
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,8 +62,8 @@ class KernelGenerator(GeneratorMethod):
     """
 
     key: ClassVar[str] = "dp-kernel"
-    paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
-    summary: ClassVar[str] = "a generator that follows noisy kernel means of pixels, wavelets and CNN features"
+    paper: ClassVar[str] = "Jiang et al., NeurIPS 2023"
+    summary: ClassVar[str] = "train a generator on noisy kernel means of pixels, wavelets and learned features"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"steps": CPU_STEPS, "batch_size": CPU_BATCH_SIZE, "painter": CPU_PAINTER}
     }
@@ -121,17 +121,18 @@ class KernelGenerator(GeneratorMethod):
         self.generator_ = training.averaged()
 
     def _train_exactly(self, vault: GradientVault, training: PathTraining) -> None:
-        """Release, at each step, the function's derivatives at some generated images, exact in their joint law."""
+        """Release, at each step, the function's derivatives at some generated images, exactly in joint distribution."""
         kernel, classes = GaussianKernel(self.painter.scattering_bandwidths), len(self.counts_)
         vault = vault.map(training.vectors)
         for step in self._checkpoints.loop("generator", self.steps, training=training):
             made = training.vectors(training.images(training.latent()))
-            near = training.by_class(made)[:, :NEAR]
+            near = training.by_class(made)[:, :POINTS_PER_CLASS]
             points = [PointEvaluations(kernel, some) for some in near.detach()]
             rows = _rows_by_class(points)  # traced at each step: the span of the points, and its shape, may change
             released = vault.sum(rows, release="sums", bound=1.0, by_class=True, with_labels=True)
             slopes = torch.stack([points[c].unwhiten(released[c])[1] / self.counts_[c] for c in range(classes)])
-            attraction = (slopes.to(near.dtype) * near).sum() / NEAR
+            attraction = (slopes.to(near.dtype) * near).sum() / POINTS_PER_CLASS
+            # Half of Eq. 4; its first term does not depend on the generator.
             self._descend(training, _repulsion(kernel, training.by_class(made)) - attraction, step)
 
     def _train_once(self, vault: GradientVault, training: PathTraining) -> None:
@@ -172,7 +173,7 @@ def smooth_images(count: int, shape: tuple[int, int, int], generator: torch.Gene
 
 
 def _repulsion(kernel: GaussianKernel, made: torch.Tensor) -> torch.Tensor:
-    """Return half the mean kernel between different generated images of a class, summed over classes."""
+    """Return half of r in Eq. 4: the mean kernel between different generated images of a class, summed over classes."""
     total = made.new_zeros(())
     for some in made:
         squares = (some[:, None] - some).square().sum(2)

@@ -73,8 +73,8 @@ class LatentFlow(Synthesizer):
     """
 
     key: ClassVar[str] = "dp-lflow"
-    paper: ClassVar[str] = "DP-LFlow: Differentially Private Latent Flow (Jiang and Sun, TMLR 2023)"
-    summary: ClassVar[str] = "an autoencoder and a normalizing flow per class, by DP-SGD; also scores images"
+    paper: ClassVar[str] = "Jiang and Sun, TMLR 2023"
+    summary: ClassVar[str] = "train an autoencoder and a normalizing flow for each class by DP-SGD; detects outliers"
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "sharpness", "ema", "procedural_batches"})
     adjustable: ClassVar[frozenset[str]] = frozenset({"temperature", "sharpness", "likelihood"})
     warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
@@ -275,7 +275,8 @@ class LatentFlow(Synthesizer):
     ) -> None:
         """Train without noise on images that are not private; leave the network with an average of its weights.
 
-        - batch: draws images (or codes) and labels, [classes, n] for stacked networks. stage: name for checkpoints.
+        - batch: draws images (or codes) and labels, [classes, n] for stacked networks.
+        - stage: name for checkpoints.
         """
         trainer = Trainer(network, ema=PRETRAINING_EMA, warm_up=True)
 

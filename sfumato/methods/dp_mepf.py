@@ -72,7 +72,7 @@ class PerceptualEmbedding(GeneratorMethod):
 
     key: ClassVar[str] = "dp-mepf"
     paper: ClassVar[str] = "Harder et al., TMLR 2023"
-    summary: ClassVar[str] = "noisy mean embeddings in a public network's activations, matched by a generator"
+    summary: ClassVar[str] = "match noisy mean embeddings in the activations of a public network"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"encoder": SCATTERING, "steps": 1500, "batch_size": 100},
         "paper": {"layers": "paper", "loss": "moving", "generator": GeneratorSizes("mepf", 90, 500, 16)},
@@ -192,7 +192,8 @@ class PerceptualEmbedding(GeneratorMethod):
 class Embedding:
     """An encoder: images in [-1, 1] to maps [N, c, h, w] without negative entries.
 
-    - dimension: number of all entries. facts: for the certificate.
+    - dimension: number of all entries.
+    - facts: for the certificate.
     - balanced: each map is divided by its own norm and all by the root of their number; else all by their joint norm.
     """
 

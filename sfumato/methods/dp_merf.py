@@ -10,9 +10,9 @@ Released: noisy class sums of phi, and noisy class counts unless sizes are decla
 Public: image shape, class names; the frequencies w_j, drawn from the user's seed.
 Events: two Gaussian releases on all the data, composed exactly; classes are blocks of one vector.
 
-The frequencies are ours. The paper's kernel is Gaussian on all pixels at once, and little in such a mean survives
-noise. Here each w_j has a Gaussian window of random size and place, and a scale at which w_j . x varies by a chosen
-amount under a public model of images: local parts are learned from all images that share them.
+Differs from the paper in the frequencies. The paper's Gaussian kernel over all pixels has a low signal-to-noise ratio.
+Here each w_j has a Gaussian window of random size and place, and a random scale at which w_j . x varies by a chosen
+amount under a public model of images. So local parts are learned from all images that share them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MeanEmbedding(GeneratorMethod):
 
     key: ClassVar[str] = "dp-merf"
     paper: ClassVar[str] = "Harder et al., AISTATS 2021"
-    summary: ClassVar[str] = "one noisy mean embedding in random Fourier features, matched by a small generator"
+    summary: ClassVar[str] = "match one noisy mean embedding in random Fourier features"
 
     features: int = 4000
     steps: int = 2000
@@ -81,7 +81,7 @@ class MeanEmbedding(GeneratorMethod):
         self._fit_generator(public, means, frequencies, generator)
 
     def _spectrum(self, shape: tuple[int, int, int]) -> WindowedSpectrum:
-        """Return the law of the frequencies: w . x varies by `amplitude` under the public model of images."""
+        """Return the distribution of the frequencies: w . x varies by `amplitude` under the public model of images."""
         norm = math.sqrt(PIXEL_VARIANCE * math.prod(shape))
         low, high = self.amplitude
         return WindowedSpectrum(shape, (norm / high, norm / low), self.window, norm, CORRELATION_LENGTH)
@@ -89,29 +89,29 @@ class MeanEmbedding(GeneratorMethod):
     def _fit_generator(
         self, public: PublicFacts, means: torch.Tensor, frequencies: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """Minimise |means - generated means|² over a random part of the features and classes at each step.
+        """Minimise |means - generated means|² over random features and classes at each step.
 
         The square of a mean over n images is biased by its variance; as |phi| = 1, the factor n / (n - 1) corrects it.
         """
         device, classes = self.torch_device, len(public.classes)
         network = self._new_generator(public)
         trainer = Trainer(network, ema=self.ema, betas=(0.5, 0.99))
-        chosen = max(1, min(classes, self.batch_size // MIN_PER_CLASS))
-        each = max(2, self.batch_size // chosen)
+        classes_per_step = max(1, min(classes, self.batch_size // MIN_PER_CLASS))
+        per_class = max(2, self.batch_size // classes_per_step)
 
         def draw() -> tuple[torch.Tensor, torch.Tensor]:
-            some = torch.randperm(classes, generator=generator, device=device)[:chosen]
-            latent = torch.randn(chosen * each, self.generator.latent, generator=generator, device=device)
-            return some, network(latent, some.repeat_interleave(each))
+            labels = torch.randperm(classes, generator=generator, device=device)[:classes_per_step]
+            latent = torch.randn(len(labels) * per_class, self.generator.latent, generator=generator, device=device)
+            return labels, network(latent, labels.repeat_interleave(per_class))
 
         for step in self._checkpoints.loop("generator", self.steps, trainer=trainer, generator=generator):
             trainer.set_rate(self.learning_rate * warm_cosine(step, self.steps))
-            some, images = draw()
-            part = torch.randint(self.features, (self.features_per_step,), generator=generator, device=device)
-            wanted = means[some][:, torch.cat([part, part + self.features])]
-            made = _fourier(images, frequencies[part]).view(chosen, each, -1).mean(1)
-            loss = (each / (each - 1) * made.square() - 2 * made * wanted).sum(1).mean() / self.features_per_step
-            trainer.descend(loss)
+            labels, images = draw()
+            chosen = torch.randint(self.features, (self.features_per_step,), generator=generator, device=device)
+            private = means[labels][:, torch.cat([chosen, chosen + self.features])]
+            generated = _fourier(images, frequencies[chosen]).view(len(labels), per_class, -1).mean(1)
+            unbiased = per_class / (per_class - 1) * generated.square()
+            trainer.descend((unbiased - 2 * generated * private).sum(1).mean() / self.features_per_step)
         use_average(trainer)
         refresh_batch_norm(network, draw)
         self.generator_ = network

@@ -1,14 +1,15 @@
-"""Private dataset condensation: LDPDC and NDPDC ("Differentially Private Dataset Condensation").
+"""LDPDC and NDPDC: "Differentially Private Dataset Condensation" (Zheng and Li, NDSS workshop 2024).
 
-The idea: a few images per class that teach a classifier what the whole set would. Each iteration takes a Poisson sample
-of every class and releases a noisy sum; all that follows is post-processing.
+Idea: find a few images per class that train a classifier as well as the whole set. Each iteration takes a Poisson
+sample of every class and releases a noisy sum; all that follows is post-processing.
 
-- `ldpdc` releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a synthetic image.
-- `ndpdc` releases noisy sums of embeddings by a fresh random network, clipped to norm G, of augmented images; synthetic
-  images descend on the squared distance between their own mean embedding and the released one. With `passes` the
-  released means are kept and matched again, in the networks that they were made with: a release is charged and noised
-  once, however often it is used. (Dosser, ICCV 2025, has this idea, but stores sums without noise and adds fresh noise
-  at each use.)
+- `ldpdc` (Algorithm 1) releases noisy sums of pixels. Each sum, divided by the expected size of its sample, is a
+  synthetic image.
+- `ndpdc` (Algorithm 2) releases noisy sums of embeddings of augmented images by a fresh random network, clipped to norm
+  G. Synthetic images descend on the squared distance between their own mean embedding and the released one. With
+  `passes` the released means are kept and matched again, in the networks that they were made with: a release is charged
+  and noised once, however often it is used. (Dosser, ICCV 2025, has this idea, but stores sums without noise and adds
+  fresh noise at each use.)
 
 Released: M (ldpdc) or I (ndpdc) noisy class sums over Poisson samples; noisy class counts unless sizes are declared.
 Public: image shape, class names; networks and augmentations, which are drawn from the user's seed.
@@ -34,7 +35,7 @@ from sfumato.methods.base import constant
 from sfumato.methods.condensation import Matcher, PrivateCondenser, RandomViews, View
 from sfumato.nets.random_convnet import WIDTH
 
-GROUP = 50  # the paper's loss is a sum over L = 50 images: a learning rate of 1 is one for that, whatever L and M are
+PAPER_SAMPLE_SIZE = 50  # L of the paper, whose loss is a sum over L images; learning rates here are for L = 50
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,8 +43,8 @@ class LinearCondenser(PrivateCondenser):
     """LDPDC: each synthetic image is a noisy sum of real ones over their expected number."""
 
     key: ClassVar[str] = "ldpdc"
-    paper: ClassVar[str] = "Differentially Private Dataset Condensation (LDPDC)"
-    summary: ClassVar[str] = "a few noisy averages of images per class"
+    paper: ClassVar[str] = "Zheng and Li, NDSS workshop 2024"
+    summary: ClassVar[str] = "condense to a few noisy averages of each class"
 
     sampling_prob: float = 0.008
 
@@ -56,6 +57,7 @@ class LinearCondenser(PrivateCondenser):
         sums = torch.zeros(self.images_per_class, len(public.classes), math.prod(public.shape), device=expected.device)
         for number in self._checkpoints.loop("averages", self.images_per_class, sums=sums):
             sums[number] = vault.sum(_pixels, release="sums", bound=bound, by_class=True)
+        # Algorithm 1: s_j = (N(0, σ² I) + Σ x) / L.
         images = (sums / expected).transpose(0, 1).reshape(-1, *public.shape)
         labels = torch.arange(len(public.classes), device=images.device).repeat_interleave(self.images_per_class)
         self._keep(images, labels)
@@ -74,8 +76,8 @@ class NonlinearCondenser(PrivateCondenser):
     """
 
     key: ClassVar[str] = "ndpdc"
-    paper: ClassVar[str] = "Differentially Private Dataset Condensation (NDPDC)"
-    summary: ClassVar[str] = "a few images per class, matched to noisy embeddings in random networks"
+    paper: ClassVar[str] = "Zheng and Li, NDSS workshop 2024"
+    summary: ClassVar[str] = "condense to a few images of each class that match noisy embeddings in random networks"
 
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed", "momentum", "smoothness", "average"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -120,7 +122,7 @@ class NonlinearCondenser(PrivateCondenser):
             self.iterations * self.passes,
             torch.Generator(device).manual_seed(self.seed),
             unit=True,
-            learning_rate=2 * GROUP * self.images_per_class * self.learning_rate,
+            learning_rate=2 * PAPER_SAMPLE_SIZE * self.images_per_class * self.learning_rate,
             momentum=self.momentum,
             decay=self.decay,
             smoothness=self.smoothness,
@@ -143,8 +145,9 @@ class NonlinearCondenser(PrivateCondenser):
                 with_labels=True,
                 constants=[means, *view.tensors()],
             )
+            # Algorithm 2: the gradient of its loss moves means along (N(0, σ² I) + Σ clip(r(x), G)) / L - means.
             found = sums / (expected * self.bound)
-            matcher.pull(view, found if self.residual else found - means)
+            matcher.step(view, found if self.residual else found - means)
             if self.passes > 1:
                 state["kept"][number] = means + scale * found if self.residual else found
         if self.passes > 1:
@@ -152,16 +155,16 @@ class NonlinearCondenser(PrivateCondenser):
         self._keep(matcher.result(), matcher.labels)
 
     def _match_again(self, views: RandomViews, matcher: Matcher, kept: torch.Tensor, scale: float) -> None:
-        """Match the released means again, pass by pass. No private image is asked about."""
+        """Match the released means again, pass by pass, without a query on private images."""
         again = self.iterations * (self.passes - 1)
         for number in self._checkpoints.loop("matching again", again, views=views, matcher=matcher):
             if number % self.iterations == 0:
                 views.restart()
             view = views.next()
-            matcher.pull(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
+            matcher.step(view, (kept[number % self.iterations] - matcher.means(view)) / scale)
 
     def _rows(self, kind: View) -> Callable[..., torch.Tensor]:
-        """The rows that are released, as a function of images, labels, synthetic means and a view's tensors."""
+        """Return the released rows as a function of images, labels, synthetic means and a view's tensors."""
 
         def rows(images: torch.Tensor, labels: torch.Tensor, means: torch.Tensor, *view: torch.Tensor) -> torch.Tensor:
             seen = kind.like(view)(images, labels)

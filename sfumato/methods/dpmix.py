@@ -32,8 +32,8 @@ class Mixer(PrivateCondenser):
     """
 
     key: ClassVar[str] = "dpmix"
-    paper: ClassVar[str] = "Synthesizing Differentially Private Datasets using Random Mixing (Lee et al., ISIT 2019)"
-    summary: ClassVar[str] = "noisy averages of a few images of any class, with noisy labels; a baseline"
+    paper: ClassVar[str] = "Lee et al., ISIT 2019"
+    summary: ClassVar[str] = "average a few images of any class, with noise; a baseline"
 
     sampling_prob: float = 0.001
     label_weight: float = 1.0
@@ -42,7 +42,7 @@ class Mixer(PrivateCondenser):
         return self.images_per_class * len(public.classes)
 
     def _smallest(self, public: PublicFacts) -> float:
-        """A mixture is of all classes."""
+        """Return the number of images of all classes, which a mixture is drawn from."""
         super()._smallest(public)
         return max(sum(public.sizes or ()), 1)
 

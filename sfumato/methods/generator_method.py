@@ -1,4 +1,4 @@
-"""What methods with a generator share: the network, its training, and samples from it."""
+"""Base class of methods with a generator: the network, its training, and samples from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class GeneratorSizes:
     """Architecture of a conditional generator.
 
     - network: a name of `nets.generators.GENERATORS`.
-    - latent: size of the latent vector. hidden: width of the first layer. width: channels of the first map.
+    - latent: size of the latent vector.
+    - hidden: width of the first layer.
+    - width: channels of the first map.
     - per_class: one network per class instead of one conditional network.
     """
 

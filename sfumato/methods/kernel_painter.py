@@ -8,7 +8,7 @@ Released: noisy class sums of random Fourier features, once for each of a few `p
 sample path of the function (proof: `features/fourier.py`), so its derivatives, and every training step, are
 post-processing. With `common_share`, also the same sums over all classes.
 
-The kernels differ from the paper's. Frequencies have windows, so that parts of images are learned from all images that
+Differs from the paper in the kernels. Frequencies have windows, so parts of images are learned from all images that
 share them. The first path uses pixels and wavelet scattering coefficients. Each later path uses the features of a small
 CNN that was trained to classify *generated* images. Large images are generated as latents of a public autoencoder.
 """
@@ -55,16 +55,21 @@ TV_EPSILON = 1e-2  # smooths total variation at zero
 class PainterSettings:
     """Settings of the kernel painter.
 
-    - features: frequencies of a path. features_per_step: frequencies used in a step.
-    - pixel_bandwidths, scattering_bandwidths, cnn_bandwidths: ranges of the Gaussian kernels' bandwidths; vectors have
-      norm one. window: range of window sizes, in image sides.
+    - features: frequencies of a path.
+    - features_per_step: frequencies used in a step.
+    - pixel_bandwidths: range of bandwidths of the Gaussian kernels on pixels, vectors of norm one.
+    - scattering_bandwidths: the same on scattering coefficients.
+    - cnn_bandwidths: the same on features of the CNN.
+    - window: range of window sizes, in image sides.
     - scattering_share: part of the first path's frequencies that use scattering coefficients; the others use pixels.
     - cnn_images: generated images that the CNN of a later path is trained on.
     - common_share: part of the sums' budget for sums over all classes: what classes have in common is then known with
-      less noise. common_threshold: no such release where the class noise is below it.
+      less noise.
+    - common_threshold: no such release where the class noise is below it.
     - smoothness: weight of the total variation where the noise in a mean is as large as the mean can be; elsewhere in
       proportion to the squared noise. Noise causes specks; this suppresses them.
-    - learning_rate, ema: of the generator.
+    - learning_rate: learning rate of the generator.
+    - ema: decay of the exponential moving average of its weights.
     """
 
     features: int = 4000
@@ -107,7 +112,8 @@ class KernelPainter:
     """A generator for one data set: its releases, its training, its samples.
 
     - owner: the method. With its `autoencoder` the painter works on latents (`canvas`).
-    - settings, sizes: of the training and the network. public: facts of the images.
+    - settings, sizes: of the training and the network.
+    - public: facts of the images.
     - encoder: a public network whose last maps get half of the first path's frequencies; empty: none.
     """
 
@@ -222,7 +228,7 @@ class KernelPainter:
         sums = vault.sum(features, release="sums", bound=1.0, by_class=True)
         if training.common_share:
             common = vault.sum(features, release="common", bound=1.0)
-            sums = reconcile(sums, common, training.common_share)
+            sums = combine_with_common_sum(sums, common, training.common_share)
         held = {f"frequencies.{number}": part for number, part in enumerate(features.tensors())}
         held |= {} if network is None else {f"network.{name}": part for name, part in network.state_dict().items()}
         means = sums / counts
@@ -332,7 +338,7 @@ class PathTraining(GeneratorTraining):
         self.trainer.descend(loss)
 
 
-def reconcile(sums: torch.Tensor, common: torch.Tensor, share: float) -> torch.Tensor:
+def combine_with_common_sum(sums: torch.Tensor, common: torch.Tensor, share: float) -> torch.Tensor:
     """Combine class sums [classes, n] with the sum over all classes, released with `share` of the budget.
 
     Least squares: with noise² of 1 / (1 - share) in a class's sum and 1 / share in the common one, each class takes its

@@ -275,7 +275,7 @@ def check_like(name: str, value: Any, default: Any, *, zero: bool = False) -> No
 
 
 def as_stored(value: Any, kind: type) -> Any:
-    """Return a setting as its type: 1 and 1.0 are one setting, so that a ledger made with either can be resumed."""
+    """Return a setting as its type: 1 and 1.0 are one setting, so a ledger made with either can be resumed."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if kind is tuple:

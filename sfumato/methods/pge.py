@@ -31,7 +31,7 @@ from sfumato.features.codebook import CodebookEncoder
 from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.checkpoints import check_public_files
-from sfumato.methods.prior_painter import FEW_LABELLED, gradient_performance
+from sfumato.methods.prior_painter import FEW_PARAMETERS_LABELLED, gradient_performance
 from sfumato.methods.score_matching import LearnedDensity, NoisyViews, ScoreSettings, pretrain
 from sfumato.methods.warm_start import NONE, WarmMethod, WarmStart, WarmStartSettings
 from sfumato.nets.samplers import annealed_sampling, noise_levels
@@ -43,8 +43,8 @@ from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
-MIDDLE = 4  # pixels across in the middle of the network, at most
-TUNED = (*FEW_LABELLED, ".code_projection.")  # parameters of a prior that are trained
+MAX_MIDDLE_SIDE = 4  # pixels across in the middle of the network, at most
+TRAINED_PARAMETERS = (*FEW_PARAMETERS_LABELLED, ".code_projection.")  # parameters of a prior that are trained
 VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten megabytes each
 
 
@@ -52,7 +52,9 @@ VIEWS_PER_BATCH = 1024  # whose gradients are computed at once on a GPU: ten meg
 class SamplerSettings:
     """Settings of the annealed sampler.
 
-    - levels: number of noise levels. step_size, leapfrogs: of the dynamics at each level.
+    - levels: number of noise levels.
+    - step_size: step size of the dynamics at each level.
+    - leapfrogs: leapfrog steps of a trajectory.
     - momentum: `gaussian`, `rayleigh` or `uniform`; only the first keeps the exact law.
     """
 
@@ -80,8 +82,8 @@ class GradientEstimation(Synthesizer):
     """
 
     key: ClassVar[str] = "pge"
-    paper: ClassVar[str] = "Private Gradient Estimation is Useful for Generative Modeling (Liu et al., MM 2024)"
-    summary: ClassVar[str] = "a score network trained on noisy gradients, sampled by Hamiltonian dynamics; GPU advised"
+    paper: ClassVar[str] = "Liu et al., MM 2024"
+    summary: ClassVar[str] = "train a score network by DP-SGD; sample by Hamiltonian dynamics; GPU advised"
     warm_parameters: ClassVar[dict[str, Any]] = {}  # of the warm start's method
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {
@@ -173,7 +175,10 @@ class GradientEstimation(Synthesizer):
         self.network_ = cast(ScoreNetwork, trainer.average.eval())
 
     def _train(self, vault: GradientVault, views: NoisyViews, trainer: Trainer) -> None:
-        """Train by DP-SGD on score matching: noisy sums of clipped gradients over the expected number of images."""
+        """Train by DP-SGD on score matching, in place of the randomised response of Eq. 6 to 8.
+
+        The noisy sum of clipped gradients is divided by the expected number of images.
+        """
         expected = self.sampling_prob * float(self.counts_.sum())
         low = self.network == "score" and self.score_settings.objective == "denoising"
         performance = gradient_performance(self.torch_device, expected, VIEWS_PER_BATCH // self.views, low=low)
@@ -225,7 +230,7 @@ class GradientEstimation(Synthesizer):
     def _widths(self, public: PublicFacts) -> tuple[int, ...]:
         if self.prior:
             return tuple(self._load_prior(public).card.widths)
-        halvings = max(1, math.ceil(math.log2(max(self._maps(public)[1:]) / MIDDLE)))
+        halvings = max(1, math.ceil(math.log2(max(self._maps(public)[1:]) / MAX_MIDDLE_SIDE)))
         return (self.width, *[2 * self.width] * halvings)
 
     def _middle(self, public: PublicFacts) -> tuple[int, int]:
@@ -244,7 +249,7 @@ class GradientEstimation(Synthesizer):
             shares = torch.full((len(public.classes), prior.card.classes), 1 / prior.card.classes)
             network = prior.network().with_classes(shares, code=code)
             for name, parameter in network.named_parameters():
-                parameter.requires_grad_(any(part in name for part in TUNED))
+                parameter.requires_grad_(any(part in name for part in TRAINED_PARAMETERS))
             return network.to(self.torch_device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -271,7 +276,7 @@ class GradientEstimation(Synthesizer):
         return self._space(self._fitted()).decode(maps)
 
     def draw(self, labels: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
-        """Return (images or latents for these labels, share of accepted trajectories)."""
+        """Draw by Algorithm 2, corrected; return images or latents, and the share of accepted trajectories."""
         public, device, settings = self._fitted(), self.torch_device, self.sampling
         levels = noise_levels(settings.levels, self.score_settings.lowest, self.score_settings.highest)
         x = levels[0] * torch.randn(len(labels), *self._maps(public), generator=generator, device=device)

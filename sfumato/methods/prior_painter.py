@@ -1,4 +1,4 @@
-"""What painters with a prior share: the public networks, their releases, training by DP-SGD.
+"""Base class of painters with a prior: the public networks, their releases, training by DP-SGD.
 
 A prior (`priors/`) knows what images look like, which no private image has to pay for. `embedding_painter.py`
 conditions it on embeddings of a class; `curriculum_painter.py` teaches it the classes.
@@ -27,29 +27,40 @@ from sfumato.priors.denoising import draw_images
 from sfumato.privacy import Release
 
 Tune = Literal["few", "low-rank", "all"]
-FEW = (".context.", ".scale_shift.bias", "norm", ".last.", ".entry.", ".shortcut.")  # parameters of `few`
-FEW_LABELLED = (*FEW, ".scale_shift.weight")  # and of a network that learns classes
+# Parts of the names of parameters that `few` trains.
+FEW_PARAMETERS = (".context.", ".scale_shift.bias", "norm", ".last.", ".entry.", ".shortcut.")
+FEW_PARAMETERS_LABELLED = (*FEW_PARAMETERS, ".scale_shift.weight")  # in a network that learns classes
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
-VIEWS_PER_BATCH = 512  # whose gradients are computed at once on a GPU
+VIEWS_PER_BATCH = 512  # gradients that are computed at once on a GPU
 PRACTICE = ("practice_steps", "practice_batch", "practice_rate", "practice_ema", "practice_centre", "strength")
-LEAST = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
-LARGE_SIDE, LARGE_POOL = 64, 8000  # pixels a side, above which no more images are drawn in a round: memory
+MINIMUM = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
+LARGE_SIDE = 64  # pixels
+MAX_POOL_ABOVE_LARGE_SIDE = 8000  # images drawn in a round, limited by memory
 GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` for images up to that side
-DROPPED_ABOVE = 1.28  # of a normal number: a tenth of the conditions is dropped, for guidance
+DROPPED_ABOVE = 1.28  # quantile of the normal distribution: drops a tenth of the conditions, for guidance
 
 
 @dataclass(frozen=True)
 class PainterTraining:
     """Settings of a painter with a prior.
 
-    - pool: images drawn in a round. rounds: of the curriculum, or of the correction of class means; 0: none.
-    - practice_steps, practice_batch, practice_rate, practice_ema: of the training in a round of the curriculum.
-      practice_centre: median of its noise levels.
-    - strength: of the tilt; the larger, the more a class mean decides.
-    - bound: clipping norm. views: noise levels of an image. learning_rate, ema: of the private gradients.
-    - rank: of low-rank adapters. level_centre: median of the noise levels of private gradients.
-    - levels: noise levels of the sampler. guidance: of classifier-free guidance; 1: none.
-    - tries: further images that are drawn for a label, at most, if a teacher sees another class.
+    - pool: images that are drawn in a round.
+    - rounds: rounds of the curriculum, or of the correction of class means; 0: none.
+    - practice_steps: training steps in a round of the curriculum.
+    - practice_batch: images in such a step.
+    - practice_rate: learning rate of these steps.
+    - practice_ema: decay of the exponential moving average over these steps.
+    - practice_centre: median of the noise levels in these steps.
+    - strength: strength of the tilt of the prior's images towards a class mean; larger: closer to the mean.
+    - bound: clipping norm of a private gradient.
+    - views: noise levels at which the gradient of an image is averaged before it is clipped.
+    - learning_rate: learning rate of the private gradients.
+    - ema: decay of the exponential moving average over the private gradients.
+    - rank: rank of the low-rank adapters.
+    - level_centre: median of the noise levels of private gradients.
+    - levels: noise levels of the sampler.
+    - guidance: weight of classifier-free guidance; 1: none.
+    - tries: redraws of an image in which the teacher sees another class, at most.
     """
 
     pool: int = 30_000
@@ -72,7 +83,7 @@ class PainterTraining:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            low, value = LEAST.get(each.name, 0), getattr(self, each.name)
+            low, value = MINIMUM.get(each.name, 0), getattr(self, each.name)
             if not (value >= low and (value > 0 or each.name == "rounds")):
                 raise ValueError(f"{each.name} of the adaptation must be at least {low} and positive, got {value!r}")
 
@@ -105,7 +116,9 @@ def gradient_performance(device: torch.device, expected: float, largest: int, *,
 class PriorPainter(ABC):
     """A prior for one data set: its releases, its adaptation, its samples.
 
-    - prior: the prior. settings: of the adaptation. public: facts of the images.
+    - prior: the prior.
+    - settings: of the adaptation.
+    - public: facts of the images.
     - steps, sampling_prob: of the private gradients; 0 steps: none.
     - tune: parameters that private gradients train: `few`, `low-rank` or `all`; None: `low-rank` for a network of
       another library, otherwise `few`.
@@ -136,7 +149,7 @@ class PriorPainter(ABC):
         self.encoder = load_perceptual(name, device) if name else None  # once, so that what is stated is what is used
         self.space = self.prior.space(self.drawn_shape, device)
         if max(public.shape[1:]) > LARGE_SIDE:
-            self.settings = replace(settings, pool=min(settings.pool, LARGE_POOL))
+            self.settings = replace(settings, pool=min(settings.pool, MAX_POOL_ABOVE_LARGE_SIDE))
 
     @property
     def drawn_shape(self) -> tuple[int, int, int]:
@@ -166,7 +179,7 @@ class PriorPainter(ABC):
         private = ("bound", "views", "learning_rate", "ema", "rank", "level_centre")
         unused = (*self.unused(), *(private if not self.steps else ("rank",) if self.tune != "low-rank" else ()))
         without = () if self.steps else ("sampling_prob",)
-        pool = (self.settings.pool, f"at most {LARGE_POOL} above {LARGE_SIDE} pixels a side")
+        pool = (self.settings.pool, f"at most {MAX_POOL_ABOVE_LARGE_SIDE} above {LARGE_SIDE} pixels a side")
         return {"adaptation.pool": pool, **dict.fromkeys((*without, *(f"adaptation.{name}" for name in unused)))}
 
     def unused(self) -> tuple[str, ...]:
@@ -199,7 +212,9 @@ class PriorPainter(ABC):
     ) -> nn.Module:
         """Return the generator.
 
-        - embedded: the vault of the embedded images. counts: images of each class. teacher: if there is one.
+        - embedded: the vault of the embedded images.
+        - counts: images of each class.
+        - teacher: if there is one.
         """
 
     def draw(
@@ -282,13 +297,14 @@ class PriorPainter(ABC):
 class PrivateLoss:
     """Denoising score matching of one record's views; noise and noise level come from the vault's normal numbers.
 
-    - shape: of the images. centre: median of the noise levels.
+    - shape: of the images.
+    - centre: median of the noise levels.
     - condition: width of the embedding that follows the pixels in a record; 0: records are images, with labels.
     """
 
     def __init__(self, shape: tuple[int, int, int], centre: float, condition: int = 0) -> None:
         self._shape, self._centre, self._condition = shape, centre, condition
-        self.few = FEW if condition else FEW_LABELLED
+        self.few = FEW_PARAMETERS if condition else FEW_PARAMETERS_LABELLED
         self.draws = 2 + shape[0] * shape[1] * shape[2]
 
     def __call__(

@@ -13,7 +13,7 @@ images. In each of `rounds` generations:
 Samples are variations of the last candidates, in proportion to their votes. With `adapt` the prior learns from noisy
 moments and gradients first (`embedding_painter.py`, `curriculum_painter.py`): "tune, then vote".
 
-A vote is a softmax over distances, not a one-hot vector: a row of non-negative numbers whose sum is 1, so that its norm
+A vote is a softmax over distances, not a one-hot vector: a row of non-negative numbers whose sum is 1, so its norm
 is at most 1. A one-hot vote would jump where an image is equally far from two candidates, and the rounding errors of a
 batch could move it; no margin covers that (proof 4 of docs/proofs.md). The softmax is continuous: its norm changes by
 at most 2 / TEMPERATURE of the change of an embedding, which the margin covers (`TEMPERATURE`).
@@ -55,7 +55,8 @@ class EvolutionSettings:
     """Settings of the evolution.
 
     - threshold: subtracted from noisy votes, in standard deviations of their noise.
-    - widest, narrowest: noise levels of variations in the first and in the last generation; samples have the last.
+    - widest: noise level of variations in the first generation.
+    - narrowest: noise level of variations in the last generation, and of samples.
     """
 
     threshold: float = 2.0
@@ -89,8 +90,8 @@ class PrivateEvolution(Synthesizer):
     """
 
     key: ClassVar[str] = "private-evolution"
-    paper: ClassVar[str] = "Differentially Private Synthetic Data via Foundation Model APIs 1: Images (Lin et al. 2024)"
-    summary: ClassVar[str] = "generated images that private images vote for, and their variations; needs a good prior"
+    paper: ClassVar[str] = "Lin et al., ICLR 2024"
+    summary: ClassVar[str] = "let private images vote for images of a public model, and vary the winners"
     may_be_zero: ClassVar[frozenset[str]] = Synthesizer.may_be_zero | {"steps"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpu": {"rounds": 4, "candidates": 20, "steps": 5, "sampling_prob": 0.002, "adaptation": CPU_TRAINING},

@@ -39,7 +39,8 @@ class MethodInfo:
 class Choice:
     """What `auto` chooses.
 
-    - method: its key. reason: why, for people.
+    - method: its key.
+    - reason: why, for people.
     """
 
     method: str
@@ -51,7 +52,8 @@ def choose(device: str = "auto", *, prior: str = "", channels: int | None = None
 
     A prior is never chosen: that its images are public is for the user to declare.
 
-    - device: as the parameter of methods. prior: that was given; empty: none.
+    - device: as the parameter of methods.
+    - prior: that was given; empty: none.
     - channels: of the images, 1 or 3; None (default): not known.
     """
     if prior:

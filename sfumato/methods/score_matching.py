@@ -28,8 +28,10 @@ class ScoreSettings:
     """Settings of score matching.
 
     - objective: `denoising` or `sliced` score matching.
-    - centre, spread: median of the noise levels, and standard deviation of their logarithm, in training.
-    - lowest, highest: noise levels of the sampler.
+    - centre: median of the noise levels in training.
+    - spread: standard deviation of their logarithm.
+    - lowest: last noise level of the sampler.
+    - highest: first noise level of the sampler.
     - mask: part of the code that is hidden in residual enhancement.
     """
 
@@ -47,7 +49,8 @@ class NoisyViews:
     `rows` converts an image once: pixels or latents, with its code appended. The losses take such rows, and standard
     normal numbers for each view of them.
 
-    - space: of what is learned: pixels or latents. middle: size of the U-Net's smallest map, which the code has.
+    - space: of what is learned: pixels or latents.
+    - middle: size of the U-Net's smallest map, which the code has.
     - code: encoder of residual enhancement, or None.
     """
 

@@ -48,8 +48,10 @@ RATE_THRESHOLD = 6e-3  # of noise per image times steps; above it the learning r
 class TeacherSettings:
     """Settings of the teacher.
 
-    - steps: number of noisy gradients. components: number of principal components. 0: chosen by the noise.
-    - bound: clipping norm. rate: learning rate, at most; lower where the noise is high.
+    - steps: number of noisy gradients; 0: chosen by the noise.
+    - components: number of principal components; 0: chosen by the noise.
+    - bound: clipping norm.
+    - rate: learning rate, at most; lower where the noise is high.
     - cnn_images: generated images that the CNN is trained on.
     """
 
@@ -80,8 +82,10 @@ class Classifier(nn.Module):
 class Teacher(Classifier):
     """A linear classifier on several feature vectors of norm at most one.
 
-    - shape: of images (or latents). cnn: features of a CNN trained on generated images. encoder: name of a public
-      encoder, or empty. latents: whether it sees an autoencoder's latents instead of images.
+    - shape: of images (or latents).
+    - cnn: features of a CNN trained on generated images.
+    - encoder: name of a public encoder, or empty.
+    - latents: whether it sees an autoencoder's latents instead of images.
     """
 
     def __init__(
@@ -121,8 +125,11 @@ def prepare_teacher(
 ) -> tuple[Teacher, Components]:
     """Train the CNN on generated images and return an untrained teacher with its principal components.
 
-    - generate: draws images (or latents) of labels. labels: of the generated images.
-    - components: how many. build: a teacher with that CNN. batch: images in a forward.
+    - generate: draws images (or latents) of labels.
+    - labels: of the generated images.
+    - components: how many.
+    - build: a teacher with that CNN.
+    - batch: images in a forward.
     """
     saved = checkpoints.saved("components")
     if saved is not None:

@@ -8,9 +8,9 @@ deleted: which one is kept depends on all of them. Here everything is one plan, 
 3. Release the noisy sum, over the private images, of each CNN's probability of the true class. Keep the candidate with
    the largest sum; that is post-processing, too ("report noisy max" with Gaussian noise).
 
-Proof of the price. All releases are fixed before the first image is read, so that the adaptive composition of the
+Proof of the price. All releases are fixed before the first image is read, so the adaptive composition of the
 Gaussian mechanisms in the plan bounds everything that is learned (`privacy/accounting.py`): the releases of all n
-candidates, and one release of scores. A row of scores has n entries in [0, 1], divided by sqrt(n), so that its norm is
+candidates, and one release of scores. A row of scores has n entries in [0, 1], divided by sqrt(n), so its norm is
 at most 1. The kept model and the choice are functions of these releases. With releases on all images the price has a
 closed form: a candidate that alone would have noise z has z sqrt(n / (1 - s)), where s = `SCORE_SHARE` is the part of
 the scores; then the sum of 1 / noise² over the plan is that of one candidate alone. Randomising the number of trials
@@ -47,7 +47,7 @@ from sfumato.nets.classifiers import small_cnn
 from sfumato.nets.training import state_below
 from sfumato.privacy import Release
 
-SHARED = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
+SHARED_PARAMETERS = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
 SCORE_SHARE = 0.05  # of 1 / noise², for the scores
 MAX_CANDIDATES = 50
 PREFIX = "try{}-"
@@ -57,7 +57,10 @@ PREFIX = "try{}-"
 class ScoringSettings:
     """Settings of the CNN that scores a candidate.
 
-    - images: drawn from the candidate, at most. epochs, batch_size, learning_rate: of its training, by Adam.
+    - images: drawn from the candidate, at most.
+    - epochs: epochs of its training, by Adam.
+    - batch_size: images in a step.
+    - learning_rate: learning rate of Adam.
     """
 
     images: int = 10_000
@@ -77,8 +80,8 @@ class Tuned(Synthesizer):
     """
 
     key: ClassVar[str] = "tuned"
-    paper: ClassVar[str] = "report noisy max (Dwork and Roth 2014, section 3.3), with Gaussian noise"
-    summary: ClassVar[str] = "another method, whose parameters are chosen privately; sfumato tune makes it"
+    paper: ClassVar[str] = "Dwork and Roth, 2014 (report noisy max)"
+    summary: ClassVar[str] = "run another method with parameters that are chosen privately: sfumato tune"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"scoring": ScoringSettings(images=3000)}}
 
     base: str = "dp-merf"
@@ -95,9 +98,9 @@ class Tuned(Synthesizer):
             raise ValueError("grid must be a JSON list of objects")
         if not 2 <= len(listed) <= MAX_CANDIDATES:
             raise ValueError(f"grid must list 2 to {MAX_CANDIDATES} candidates, not {len(listed)}")
-        if fixed := sorted({name for each in listed for name in each} & {*SHARED, "preset"}):
+        if fixed := sorted({name for each in listed for name in each} & {*SHARED_PARAMETERS, "preset"}):
             raise ValueError(f"{fixed[0]} is the same for all candidates; set it beside the grid")
-        shared = {name: getattr(self, name) for name in SHARED}
+        shared = {name: getattr(self, name) for name in SHARED_PARAMETERS}
         return [create(self.base, **shared, **each) for each in listed]
 
     def validate(self) -> Self:

@@ -26,7 +26,7 @@ from sfumato.privacy import Release
 
 NONE = "none"
 WarmMethod = Literal["none", "dp-merf", "dp-mepf", "dp-kernel"]
-SHARED = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
+SHARED_PARAMETERS = ("epsilon", "delta", "adjacency", "public_size", "secure", "device", "seed")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class WarmStartSettings:
 
     - share: part of the budget for the other method, as a share of 1/noise².
     - images: drawn from its generator, equally many of each class.
-    - steps, batch_size, learning_rate: of the training on these images.
+    - steps: training steps on these images.
+    - batch_size: images in a step.
+    - learning_rate: learning rate of these steps.
     """
 
     share: float = 0.8
@@ -66,7 +68,7 @@ class WarmStart:
         self.settings, self._owner, self._public = settings, owner, public
         self.first: GeneratorMethod | None = None
         if method != NONE:
-            shared = {name: getattr(owner, name) for name in SHARED}
+            shared = {name: getattr(owner, name) for name in SHARED_PARAMETERS}
             shared |= {"preset": NO_PRESET} if owner.preset == NO_PRESET else {}
             self.first = cast(GeneratorMethod, create(method, **shared, **parameters)._resolved(public))
 

@@ -4,7 +4,7 @@
 `ConvEncoder`, `ConvDecoder`, `RealNVP` and `latent_flow` (DP-LFlow), `UNet`, `ScoreNetwork` and `samplers` (PGE),
 `random_convnet` and `augmentation` (dataset condensation), `stacked` (several networks of one architecture as one
 module), `norm_relu_pool` (fused GPU kernel). Generators and classifiers may have batch norm; all other networks treat
-the images of a batch independently, so that per-example gradients are defined.
+the images of a batch independently, so per-example gradients are defined.
 """
 
 from sfumato.nets.augmentation import Augmentation, draw_augmentation, small_affine_warp

@@ -18,7 +18,7 @@ class Coupling(nn.Module):
     """Affine coupling layer and a fixed permutation of the coordinates.
 
     The first half of the vector determines scale and shift of the second half. The scale is exp(tanh(.)), between 1/e
-    and e. The last layers are initialised with zeros, so that the coupling starts as the identity before the
+    and e. The last layers are initialised with zeros, so the coupling starts as the identity before the
     permutation.
 
     - size: dimension of the vectors.

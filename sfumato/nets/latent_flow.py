@@ -17,9 +17,12 @@ Shape = tuple[int, int, int]
 class LatentNetwork(nn.Module):
     """An autoencoder with a flow on its codes, or a flow on pixels, or on codes that come in place of images.
 
-    - shape: of images. space: `latent`, `pixels` or `codes`.
+    - shape: of images.
+    - space: `latent`, `pixels` or `codes`.
     - classes: number of classes that decoder and flow are conditioned on; 0: unconditional.
-    - code: size of a code. width: channels of the first convolution. couplings, hidden: of the flow.
+    - code: size of a code.
+    - width: channels of the first convolution.
+    - couplings, hidden: of the flow.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ N = TypeVar("N", bound=nn.Module)
 class LowRankConv(nn.Module):
     """A frozen convolution plus a trainable one of low rank, which starts at zero.
 
-    - base: the convolution. rank: channels between the two factors.
+    - base: the convolution.
+    - rank: channels between the two factors.
     """
 
     def __init__(self, base: nn.Conv2d, rank: int) -> None:

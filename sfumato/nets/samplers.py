@@ -97,7 +97,7 @@ def karras_levels(count: int, lowest: float, highest: float, power: float = 7.0)
 def probability_flow_step(
     target_at: Callable[[float], Target], x: torch.Tensor, level: float, lower: float, *, second_order: bool = False
 ) -> torch.Tensor:
-    """One step of the probability-flow ODE (Song et al. 2021; Karras et al. 2022): Euler's method, or Heun's."""
+    """Take one step of the probability-flow ODE (Song et al. 2021; Karras et al. 2022): Euler's method, or Heun's."""
     slope = -level * target_at(level)(x)[0]
     euler = x + (lower - level) * slope
     if not second_order or lower == 0:

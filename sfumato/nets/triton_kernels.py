@@ -52,7 +52,7 @@ def backward(
     maps, weight, bias, gradient, maps_grad, weight_grad, bias_grad, count, channels,
     H: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, M: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """The gradient is scale * weight * (g - mean(g) - x mean(g x)) for normalised x and g at the ReLU input."""
+    """Compute the gradient scale * weight * (g - mean(g) - x mean(g x)) for normalised x and g at the ReLU input."""
     row, corner, pool, valid = _indices(count, H, W, Q, M)
     a, b, c, d, scale = _normalise(maps, corner, valid, H, W, EPSILON)
     w = tl.load(weight + row % channels).to(tl.float32)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 GROUPS = 8
-HEAD_WIDTH = 64  # channels of an attention head, at least, unless there are fewer
+HEAD_WIDTH = 64  # minimum channels per attention head
 
 
 class UNet(nn.Module):
@@ -25,11 +25,11 @@ class UNet(nn.Module):
     - channels: of the images.
     - classes: number of classes.
     - widths: channels at each resolution; the first is the full resolution, each further one halves it.
-    - context: dimension of the embedding of noise level and class, default 64.
+    - context: width of the embedding of noise level and class (and condition), default 64.
     - attention: number of lowest resolutions whose blocks are followed by self-attention, default 0.
     - code: channels of codes of size `middle_size`, which are added to the features at the lowest resolution; 0
       (default): no codes.
-    - condition: width of an embedding of the image to be made, beside its class; 0 (default): none.
+    - condition: width of an embedding of the image to generate, in addition to its class; 0 (default): none.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class UNet(nn.Module):
             nn.Linear(context + condition + classes, context), nn.SiLU(), nn.Linear(context, context)
         )
         self.entry = nn.Conv2d(channels, widths[0], 3, padding=1)
-        informed = context + condition  # what a block sees
+        block_context = context + condition  # width of the context of a block
         attended = [depth >= len(widths) - attention for depth in range(len(widths))]
         self.down = nn.ModuleList(
-            _block(width, width, informed, attend) for width, attend in zip(widths[:-1], attended, strict=False)
+            _block(width, width, block_context, attend) for width, attend in zip(widths[:-1], attended, strict=False)
         )
         self.downsample = nn.ModuleList(nn.Conv2d(fine, coarse, 3, 2, 1) for fine, coarse in pairwise(widths))
         self.code_projection = nn.Conv2d(code, widths[-1], 1) if code else None
-        self.middle = _block(widths[-1], widths[-1], informed, attended[-1])
+        self.middle = _block(widths[-1], widths[-1], block_context, attended[-1])
         upward = list(pairwise(reversed(widths)))
         self.upsample = nn.ModuleList(nn.Conv2d(coarse, fine, 3, padding=1) for coarse, fine in upward)
         self.up = nn.ModuleList(
-            _block(2 * fine, fine, informed, attend)
+            _block(2 * fine, fine, block_context, attend)
             for (_, fine), attend in zip(upward, reversed(attended[:-1]), strict=True)
         )
         self.last = nn.Sequential(
@@ -76,27 +76,28 @@ class UNet(nn.Module):
         code: torch.Tensor | None = None,
         condition: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # Sinusoidal embedding of the noise level.
         exponents = torch.arange(self._frequencies, device=images.device) / self._frequencies
         angles = levels[:, None] * torch.exp(exponents * math.log(1000.0))
         one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)  # label -1: no class
         label = math.sqrt(self._frequencies) * one_hot  # the norm of the embedding of the noise level
-        if condition is None:  # zeros: no embedding
+        if condition is None:  # zeros: no condition
             condition = images.new_zeros(len(images), self.condition_width)
-        given = (math.sqrt(self.condition_width) * condition).to(images.dtype)
-        context = self.context(torch.cat([angles.sin(), angles.cos(), given, label], 1).to(images.dtype))
-        context = torch.cat([context, given], 1)
+        scaled_condition = (math.sqrt(self.condition_width) * condition).to(images.dtype)
+        embedding = self.context(torch.cat([angles.sin(), angles.cos(), scaled_condition, label], 1).to(images.dtype))
+        block_context = torch.cat([embedding, scaled_condition], 1)
         maps, skips = self.entry(images), []
         for block, downsample in zip(self.down, self.downsample, strict=True):
-            skips.append(block(maps, context))
+            skips.append(block(maps, block_context))
             maps = downsample(skips[-1])
         if self.code_projection is not None:
             assert code is not None
             maps = maps + self.code_projection(code.to(images.dtype))
-        maps = self.middle(maps, context)
+        maps = self.middle(maps, block_context)
         for upsample, block in zip(self.upsample, self.up, strict=True):
             skip = skips.pop()
             maps = upsample(functional.interpolate(maps, size=skip.shape[2:], mode="nearest"))
-            maps = block(torch.cat([maps, skip], 1), context)
+            maps = block(torch.cat([maps, skip], 1), block_context)
         return cast(torch.Tensor, self.last(maps))
 
 
@@ -109,8 +110,9 @@ def middle_size(size: tuple[int, int], widths: tuple[int, ...]) -> tuple[int, in
 class ResidualBlock(nn.Module):
     """Pre-activation residual block of two convolutions; the context scales and shifts the second norm.
 
-    - inputs, outputs: channels.
-    - context: dimension of the context.
+    - inputs: channels of the input.
+    - outputs: channels of the output.
+    - context: width of the context vector.
     """
 
     def __init__(self, inputs: int, outputs: int, context: int) -> None:

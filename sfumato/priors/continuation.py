@@ -15,12 +15,12 @@ EMBEDDING_IMAGES, EMBEDDED_AT_ONCE = 20_000, 500  # public images from which the
 SCALE_SHIFT = ".scale_shift.weight"  # its last columns take the condition
 
 
-def joined_words(new: str, before: str) -> str:
+def joined_description(new: str, before: str) -> str:
     """Return what holds for both trainings of a prior: a certificate has to name the images of each."""
     return new if new == before else f"{new}; before that, {before}"
 
 
-def alike(card: PriorCard, other: PriorCard) -> bool:
+def same_architecture(card: PriorCard, other: PriorCard) -> bool:
     """Return whether two priors have the same autoencoder, and networks of the same channels and widths."""
     return (card.autoencoder, card.channels, card.widths, card.context, card.attention) == (
         other.autoencoder,
@@ -49,8 +49,8 @@ def embedding_of(
     return embedding
 
 
-def grown_state(start: Prior, card: PriorCard, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a prior in the shapes of `state`: conditions that it does not know have no effect yet."""
+def expand_state(start: Prior, card: PriorCard, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Expand the weights of a prior to the shapes of `state`: conditions that it does not know have no effect yet."""
     known = start.card.condition if (start.card.encoder, start.card.size) == (card.encoder, card.size) else 0
     for name, value in start.state.items():
         if name == LABELS:

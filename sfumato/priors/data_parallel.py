@@ -38,7 +38,8 @@ def batch_gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of the mean loss of a batch by name of the parameter; each worker takes an equal part.
 
-    - loss: of a network and a part of the batch, a mean over its images. card: makes such networks.
+    - loss: of a network and a part of the batch, a mean over its images.
+    - card: makes such networks.
     - batch: tensors with one entry for each image.
     """
     named, count = dict(network.named_parameters()), len(batch[0])

@@ -22,7 +22,7 @@ from sfumato.features.public_autoencoder import NAMES
 from sfumato.nets.samplers import dpm_solver, karras_levels
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
-from sfumato.priors.continuation import alike, embedding_of, grown_state, joined_words
+from sfumato.priors.continuation import embedding_of, expand_state, joined_description, same_architecture
 from sfumato.priors.data_parallel import Workers, batch_gradients, embed_parts
 from sfumato.priors.map_space import MapSpace, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
@@ -31,26 +31,30 @@ from sfumato.progress import bar, track
 CHECKPOINT, PICTURE = "checkpoint.safetensors", "samples.png"
 CHECKPOINTS = 20  # of a training
 HELD_OUT, MAX_HELD_OUT = 0.02, 1000  # part of the images, and at most so many, that measure the loss
-DROPPED = 0.1  # of the conditions, so that the network also learns images of which nothing is known, for guidance
-UNLABELLED = 0.5  # of the labels; with the rest of the images only an embedding is known, or nothing
+CONDITION_DROPOUT = 0.1  # part of the conditions that are dropped in training, for guidance
+LABEL_DROPOUT = 0.5  # part of the labels that are dropped in training
 LEVEL_CENTRE, LEVEL_SPREAD = 0.45, 1.2  # median of the noise levels, standard deviation of their logarithm
 LOWEST, HIGHEST = 0.002, 80.0  # noise levels
 SAMPLER_LOWEST, SAMPLER_HIGHEST, SAMPLER_LEVELS = 0.02, 40.0, 18
-GUIDED = (0.2, 6.0)  # noise levels with guidance
+GUIDANCE_LEVELS = (0.2, 6.0)  # noise levels with guidance
 GPU_BATCH, CPU_BATCH = 2000, 50  # images drawn at once; more would not fit into the caches of a CPU
 EMA, BETAS = 0.9995, (0.9, 0.99)
 SHOWN = 100  # images in the picture
 EMBEDDED_AT_ONCE, ENCODED_AT_ONCE = 500, 100  # images
 MIN_IMAGES, MIN_SIDE, MAX_SIDE = 50, 16, 64
-LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE = 64, 256  # with an autoencoder
+MIN_ENCODED_SIDE, MAX_ENCODED_SIDE = 64, 256  # with an autoencoder
 
 
 @dataclass(frozen=True)
 class PriorTraining:
     """Settings of a training.
 
-    - steps, batch_size, learning_rate: of Adam; the rate rises, then falls as a cosine.
-    - widths, context, attention: of the U-Net (`nets/unet.py`).
+    - steps: number of training steps of Adam.
+    - batch_size: images in a step.
+    - learning_rate: highest learning rate; it rises, then falls as a cosine.
+    - widths: channels of the U-Net (`nets/unet.py`) at each resolution.
+    - context: width of its embedding of noise level and class.
+    - attention: number of lowest resolutions with self-attention.
     - flip: mirror images at random; not for text or other images with a direction.
     """
 
@@ -92,7 +96,8 @@ def train_prior(
     - start: a prior with a network of the same widths, whose training is continued with these images; default none.
     - settings: of the training and the network.
     - resume: continue an interrupted training in that folder, default False.
-    - seed: of initial weights, order and noise, default 0. device: default "cpu".
+    - seed: of initial weights, order and noise, default 0.
+    - device: default "cpu".
     - workers: compute embeddings and gradients there (`cluster.connect`), with one part of each batch for each worker;
       default: in this process. The prior is the same up to rounding.
     """
@@ -118,7 +123,7 @@ def train_prior(
         torch.manual_seed(seed)
         network = card.new_network()
         if start is not None:
-            network.load_state_dict(grown_state(start, card, dict(network.state_dict())))
+            network.load_state_dict(expand_state(start, card, dict(network.state_dict())))
         network = network.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(network, ema=EMA, betas=BETAS, warm_up=True)
     batches = PublicBatches(images, embedding, settings, seed, place, space, workers)
@@ -144,13 +149,13 @@ def train_prior(
 
 def _continued(card: PriorCard, start: Prior) -> PriorCard:
     """Return the card of a prior that continues another one's training."""
-    if not alike(card, start.card):
+    if not same_architecture(card, start.card):
         raise DataError(
             f"the prior {start.card.name} has a network of other channels, widths, context or attention, or another "
             "autoencoder"
         )
-    trained_on = joined_words(card.trained_on, start.card.trained_on)
-    return replace(card, trained_on=trained_on, licence=joined_words(card.licence, start.card.licence))
+    trained_on = joined_description(card.trained_on, start.card.trained_on)
+    return replace(card, trained_on=trained_on, licence=joined_description(card.licence, start.card.licence))
 
 
 def _check_folder(target: Path, resume: bool) -> None:
@@ -166,7 +171,7 @@ def _check_images(images: ImageSet, autoencoder: str) -> None:
     _, height, width = images.shape
     if autoencoder not in ("", *NAMES):
         raise DataError(f"there is no autoencoder {autoencoder!r}; available: {', '.join(NAMES)}")
-    low, high = (LEAST_ENCODED_SIDE, MOST_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
+    low, high = (MIN_ENCODED_SIDE, MAX_ENCODED_SIDE) if autoencoder else (MIN_SIDE, MAX_SIDE)
     if height != width or not low <= height <= high:
         hint = "" if autoencoder or height <= MAX_SIDE else "; larger ones need an autoencoder (--autoencoder taef2)"
         kind = f"a prior with the autoencoder {autoencoder}" if autoencoder else "a prior"
@@ -226,8 +231,8 @@ class PublicBatches:
         chosen = torch.randint(self._held, len(self._labels), (count,), generator=generator, device=device)
         form = torch.randint(len(self._conditions), (count,), generator=generator, device=device)
         pixels, labels = self._maps(form, chosen), self._labels[chosen]
-        kept = torch.rand(count, 1, generator=generator, device=device) >= DROPPED
-        unlabelled = torch.rand(count, generator=generator, device=device) < UNLABELLED
+        kept = torch.rand(count, 1, generator=generator, device=device) >= CONDITION_DROPOUT
+        unlabelled = torch.rand(count, generator=generator, device=device) < LABEL_DROPOUT
         noise = torch.randn(pixels.shape, generator=generator, device=device)
         levels = draw_levels(count, generator)
         return pixels, noise, levels, torch.where(unlabelled, -1, labels), kept * self._conditions[form, chosen]
@@ -365,7 +370,8 @@ def draw_images(
       2024); 1: none.
     - start: images [N, C, H, W] to vary: noise of the level `highest` is added to them, and removed by the network. The
       higher the level, the less of an image is left. Default: no images, only noise.
-    - highest: first noise level. limit: largest absolute value; that of pixels is 1.
+    - highest: first noise level.
+    - limit: largest absolute value; that of pixels is 1.
     """
     device, schedule = generator.device, karras_levels(levels, SAMPLER_LOWEST, highest)
     on_gpu, parts = device.type == "cuda", []
@@ -404,7 +410,7 @@ def _draw_batch(
     def denoise(x: torch.Tensor, level: float) -> torch.Tensor:
         levels = torch.full((len(x),), level, device=device)
         score = _compiled_score(network, x, levels, labels, condition)
-        if guidance != 1 and GUIDED[0] < level < GUIDED[1]:
+        if guidance != 1 and GUIDANCE_LEVELS[0] < level < GUIDANCE_LEVELS[1]:
             plain = score.clone()
             score = torch.lerp(_compiled_score(network, x, levels, none, nothing), plain, guidance)
         return x + level**2 * score

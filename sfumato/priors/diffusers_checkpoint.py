@@ -105,7 +105,8 @@ class DiffusersPrior(Prior):
 class LatentCoder:
     """The autoencoder of a latent pipeline.
 
-    - model: an `AutoencoderKL` or `VQModel` of diffusers. folder: that it comes from.
+    - model: an `AutoencoderKL` or `VQModel` of diffusers.
+    - folder: that it comes from.
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
@@ -155,7 +156,8 @@ class DiffusersNetwork(ScoreNetwork):
 
     Its discrete time of a variance-preserving process is interpolated linearly in the logarithm of the noise level.
 
-    - unet: the network. log_levels: logarithm of the noise level at each time, increasing.
+    - unet: the network.
+    - log_levels: logarithm of the noise level at each time, increasing.
     - prediction: what the network returns, one of `PREDICTIONS`.
     """
 

@@ -1,4 +1,4 @@
-"""What the network of a prior draws: pixels in its own channels, or the maps of an autoencoder (latents).
+"""Spaces in which the network of a prior draws: pixels in its own channels, or latents of an autoencoder (*maps*).
 
 Private images are encoded through `Vault.map`: each by itself, by a public network.
 """
@@ -21,7 +21,9 @@ IMAGES_PER_BATCH = 32  # of an autoencoder
 class MapSpace(ABC):
     """Convert images [N, C, H, W] in [-1, 1] to what a network draws, and back.
 
-    - shape: of images. maps: shape of what the network draws. limit: its largest absolute value.
+    - shape: of images.
+    - maps: shape of what the network draws.
+    - limit: its largest absolute value.
     - changes: whether maps differ from images.
     - facts: description of the autoencoder for certificates; None: there is none.
     """

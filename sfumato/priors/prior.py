@@ -40,7 +40,8 @@ class PriorCard:
     - channels, size: of the images that it was trained on; size is the side in pixels.
     - classes: number of its classes; 1 if the images had no labels.
     - widths, context, attention: of the U-Net.
-    - trained_on: images, and where they come from. licence: of the weights.
+    - trained_on: images, and where they come from.
+    - licence: of the weights.
     - encoder: public network of the embedding (`features/embedding.py`); empty: scattering coefficients.
     - encoder_sha256: of its weight file.
     - condition: width of the embedding on which the network is conditioned; 0: it is not.
@@ -109,7 +110,9 @@ def embedded_shape(shape: tuple[int, int, int], encoder: Perceptual | None) -> t
 class Prior:
     """A prior in memory.
 
-    - card: origin and network. state: the weights, float32. sha256: of the file.
+    - card: origin and network.
+    - state: the weights, float32.
+    - sha256: of the file.
     - embedding: state of the embedding on which the network is conditioned; empty: none.
     """
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 PROBES = 3  # public records on which a graph is checked
 ZERO_TOLERANCE = 1e-5  # of the largest output: rounding error of an output that should be zero
 ROW_TOLERANCE = 2e-2  # relative, between a record alone and in a batch: far above rounding, far below a mistake
-COARSE_TOLERANCE = 0.3  # the same, of the norm of all rows, where numbers have less than float32
+COARSE_TOLERANCE = 0.3  # for half precision: relative error of all rows together
 DATA_DEPENDENT = (
     "it branches on pixel values, or takes a value out of a tensor (if, .item(), .tolist(), .numpy(), boolean masks), "
     "so that one image could change what is computed. Use torch.where, or multiply by a mask"
 )
-BATCH_NORM = "batch norm in training mode, which mixes images; call .eval() before, or use group norm"
+BATCH_NORM = "batch norm in training mode, which mixes images; call .eval() beforehand, or use group norm"
 
 
 def trace(function: Callable[..., Any], *examples: Any, subject: str = "this feature") -> GraphModule:
@@ -51,7 +51,7 @@ def trace(function: Callable[..., Any], *examples: Any, subject: str = "this fea
 
 
 def per_record(graph: GraphModule, shared: int, records: int) -> Callable[..., Any]:
-    """Return the graph over batches. Guarantee: by `torch.vmap`, a row depends on its record and `shared` arguments."""
+    """Return the graph mapped over a batch by `vmap`. Guarantee: a row depends on its record and `shared` only."""
     return torch.vmap(graph, in_dims=(None,) * shared + (0,) * records, randomness="error")
 
 
@@ -74,7 +74,7 @@ def check_on_probes(graph: GraphModule, shared: Sequence[Any], probes: Sequence[
 
 
 def check_same_rows(rows: Tensor, others: Tensor, message: str, absolute: float = 0.0, coarse: bool = False) -> None:
-    """Raise unless both are equal up to rounding; `coarse`: in the norm of all rows, as single signs may flip."""
+    """Raise unless both are equal up to rounding; `coarse`: compare the norm of all rows, as single signs may flip."""
     if rows.shape != others.shape:
         raise ValueError(f"{message}: {tuple(others.shape)} instead of {tuple(rows.shape)}")
     rows, others = rows.double().nan_to_num(0, 0, 0), others.double().nan_to_num(0, 0, 0)
@@ -99,12 +99,12 @@ def _check_operators(graph: Graph, subject: str) -> None:
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ValueError(
-                f"{subject} draws random numbers ({node.target}). Draw them before and pass them as constants, use "
+                f"{subject} draws random numbers ({node.target}). Draw them beforehand and pass constants, use "
                 "draws= for random numbers per image, and put networks with dropout into eval mode"
             )
     for node in sorted(graph.nodes, key=lambda node: "batch_norm" not in str(node.target)):  # before its counter's add_
         if node.op == "get_attr" and isinstance(getattr(graph.owning_module, str(node.target)), FakeTensor):
-            raise ValueError(f"{subject} stores a tensor that it created while traced; create such tensors before")
+            raise ValueError(f"{subject} keeps a tensor that it created in its trace; create it outside the function")
         if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
             continue
         target, results = node.target, tree_leaves(node.meta.get("val"))

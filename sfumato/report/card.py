@@ -16,7 +16,7 @@ from sfumato.certificate import Certificate
 from sfumato.certificate.issue import file_digest
 from sfumato.data import ImageSet
 from sfumato.data.atomic import replacing, write_json
-from sfumato.evaluate.meanings import chance_of
+from sfumato.evaluate.measure_descriptions import chance_of
 from sfumato.report.guarantee import attack_success, epsilon_curve, not_protected, public_facts
 
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"), (10**7, "1M<n<10M"))

@@ -1,4 +1,8 @@
-"""Line charts as SVG text. Colours come from the style sheet of the page, so that they follow light and dark."""
+"""Draw line charts as SVG text.
+
+Colours come from the style sheet of the page, so they follow its light or dark mode. A chart that `standalone` turns
+into a file has its own colours.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 440, 280
-COLOURS = ("#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#be185d", "#525252")  # of files
+STANDALONE_COLOURS = ("#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#be185d", "#525252")
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
 
 
@@ -30,8 +34,8 @@ class Axis:
     high: float
     log: bool = False
 
-    def place(self, value: float) -> float:
-        """Return the position of a value, from 0 to 1."""
+    def fraction(self, value: float) -> float:
+        """Return the position of a value as a fraction of the axis, from 0 to 1."""
         low, high, value = (math.log10(each) if self.log else each for each in (self.low, self.high, value))
         return (value - low) / ((high - low) or 1)
 
@@ -45,7 +49,7 @@ class Axis:
         else:
             step = _nice((self.high - self.low) / 5)
             found = [step * index for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001 or tick == 0 == self.low]
+        return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
 
 
 def axis(label: str, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
@@ -94,9 +98,8 @@ def standalone(chart: Markup) -> str:
     """Return a chart as an SVG file with its own colours."""
     rules = ["text{font:12px sans-serif}", ".grid{stroke:#ddd}", ".mark{stroke:#777;stroke-dasharray:5 4}"]
     rules += ["polyline{fill:none;stroke-width:2}", "svg{background:#fff}"]
-    rules += [
-        f".s{number}{{stroke:{colour}}}.s{number} circle{{fill:{colour}}}" for number, colour in enumerate(COLOURS)
-    ]
+    for number, colour in enumerate(STANDALONE_COLOURS):
+        rules.append(f".s{number}{{stroke:{colour}}}.s{number} circle{{fill:{colour}}}")
     text = str(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return text.replace("<title>", f"<style>{''.join(rules)}</style><title>", 1)
 
@@ -114,11 +117,11 @@ def _series(series: Series, x: Axis, y: Axis, number: int, points: bool) -> Mark
 
 
 def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (WIDTH - LEFT - RIGHT)
+    return LEFT + axis.fraction(value) * (WIDTH - LEFT - RIGHT)
 
 
 def _y(axis: Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - min(max(axis.place(value), 0), 1) * (HEIGHT - TOP - BOTTOM)
+    return HEIGHT - BOTTOM - min(max(axis.fraction(value), 0), 1) * (HEIGHT - TOP - BOTTOM)
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:

@@ -27,7 +27,7 @@ from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError, ImageSet, load_images
 from sfumato.data.atomic import replacing
 from sfumato.data.decode import to_pil_image
-from sfumato.evaluate.meanings import CLASSIFIER_NAMES, chance_level, judge_accuracy, meaning_of
+from sfumato.evaluate.measure_descriptions import CLASSIFIER_NAMES, chance_level, description_of, judge_accuracy
 from sfumato.report.charts import Series, axis, line_chart
 from sfumato.report.guarantee import attack_success, epsilon_curve, not_protected, public_facts, stages
 
@@ -40,8 +40,11 @@ TEMPLATE = "report.html.j2"
 class ReportRun:
     """What a report shows of one run.
 
-    - name: name of the folder; certificate: its certificate; images: its synthetic images.
-    - metrics: content of `metrics.json`; verification: result of `verify`, if it was checked.
+    - name: name of the folder.
+    - certificate: its certificate.
+    - images: its synthetic images.
+    - metrics: content of `metrics.json`.
+    - verification: result of `verify`, if it was checked.
     - test: public real images to show beside the synthetic ones.
     """
 
@@ -188,16 +191,21 @@ def _quality(run: ReportRun) -> list[dict[str, Any]]:
                 "value": _accuracy_text(entry),
                 "chance": None if chance is None else f"{chance:.1f} %",
                 "real": None if real is None else f"{real:.1f} %",
-                "text": meaning_of(name).text,
-                "good": meaning_of(name).good,
+                "text": description_of(name).text,
+                "good": description_of(name).good,
                 "word": None if chance is None else judge_accuracy(entry["mean"], chance, real),
             }
         )
     for name, value in run.metrics.get("fidelity", {}).items():
         if name.endswith("_sd"):
             continue
-        real, meaning = reference.get("fidelity", {}).get(name), meaning_of(name)
-        own = {"name": f"{meaning.title} ({name})", "value": f"{value:.4g}", "text": meaning.text, "good": meaning.good}
+        real, description = reference.get("fidelity", {}).get(name), description_of(name)
+        own = {
+            "name": f"{description.title} ({name})",
+            "value": f"{value:.4g}",
+            "text": description.text,
+            "good": description.good,
+        }
         rows.append({**own, "chance": None, "real": None if real is None else f"{real:.4g}", "word": None})
     return rows
 

@@ -1,4 +1,4 @@
-"""Who may come in: one-time tokens, sessions, and checks of every request.
+"""Authentication: one-time tokens, sessions, and checks of every request.
 
 A token is printed once, in the part of the link after `#`, which browsers send to no server: it is in no log and no
 Referer. It is exchanged for a cookie (HttpOnly, SameSite=Strict) and does not work twice.
@@ -42,14 +42,14 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Session:
-    """Somebody who came in. `csrf` is expected in every form that this session sends."""
+    """A signed-in browser. Every form of this session must contain `csrf`."""
 
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     ends: float = field(default_factory=lambda: time.monotonic() + SESSION_SECONDS)
 
 
 class Door:
-    """Tokens that were not used yet, and sessions. Only hashes are stored."""
+    """Store unused one-time tokens and open sessions, as hashes only."""
 
     def __init__(self) -> None:
         self._tokens: set[str] = set()
@@ -85,7 +85,8 @@ def _hash(secret: str) -> str:
 class GuardMiddleware:
     """Refuse requests without a session and those that come from other sites; set headers of every response.
 
-    - door: the sessions; cookie: name of the cookie.
+    - door: the sessions.
+    - cookie: name of the cookie.
     - refuse: returns the page for a request without a session.
     """
 

@@ -17,7 +17,7 @@ from sfumato.data.persons import REGEX
 from sfumato.methods.registry import list_methods
 from sfumato.preview import Preview, preview
 from sfumato.priors import list_priors
-from sfumato.web.places import Places
+from sfumato.web.allowed_folders import AllowedFolders
 
 DEFAULTS = {"size": "32", "epsilon": "1", "delta": "1e-5", "number": "1000", "method": "auto", "unit": "image"}
 MAX_EPSILON, MAX_NUMBER, MAX_TEXT = 1000.0, 1_000_000, 300
@@ -48,7 +48,7 @@ def choices() -> dict[str, list[Any]]:
     return {"methods": methods, "priors": [card.name for card in list_priors()]}
 
 
-def read_form(given: Mapping[str, Any], places: Places) -> RunForm:
+def read_form(given: Mapping[str, Any], folders: AllowedFolders) -> RunForm:
     """Check the fields of a form. Raise `DataError` that names a field that cannot be used."""
     fields = {name: str(value).strip() for name, value in {**DEFAULTS, **given}.items()}
     text = {name: _text(fields, name) for name in ("label_column", "person", "classes", "issuer", "subject", "budget")}
@@ -59,7 +59,7 @@ def read_form(given: Mapping[str, Any], places: Places) -> RunForm:
         raise DataError("say where the person of an image stands, for example folder:1")
     unlabelled = fields.get("labels") == "none"
     data = DataOptions(
-        data=str(places.find(fields.get("folder", ""))),
+        data=str(folders.find(fields.get("folder", ""))),
         size=_number(fields, "size", 1, 1024, whole=True),
         mode=_choice(fields, "mode", ("grey", "rgb")),
         unlabelled=unlabelled,
@@ -79,20 +79,20 @@ def read_form(given: Mapping[str, Any], places: Places) -> RunForm:
         params=["public_size=true"] if fields.get("public_size") else None,
     )
     run = RunOptions(
-        budget=None if text["budget"] is None else _budget(places, text["budget"]),
+        budget=None if text["budget"] is None else _budget(folders, text["budget"]),
         issuer=text["issuer"],
         subject=text["subject"],
     )
     number = _number(fields, "number", 1, MAX_NUMBER, whole=True) or int(DEFAULTS["number"])
-    test = places.find(fields["test"]) if fields.get("test") else None
+    test = folders.find(fields["test"]) if fields.get("test") else None
     return RunForm(data, method, run, number, test, fields)
 
 
 class Previews:
     """Previews of runs. Outlines of folders are kept for a minute, so that a slider does not list them each time."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, folders: AllowedFolders) -> None:
+        self._folders = folders
         self._outlines: dict[DataOptions, tuple[float, ImageSet, list[str]]] = {}
         self._lock = threading.Lock()  # Python's warning filters and the accountant are not made for threads
 
@@ -109,7 +109,7 @@ class Previews:
         now = time.monotonic()
         self._outlines = {key: value for key, value in self._outlines.items() if now - value[0] < CACHE_SECONDS}
         if options not in self._outlines:
-            self._places.check_links(Path(options.data))
+            self._folders.check_links(Path(options.data))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", DataWarning)
                 images = read_outline(options.data, **load_options(**options.reading()))
@@ -147,10 +147,10 @@ def _number(fields: Mapping[str, str], name: str, low: float, high: float, *, wh
     return number
 
 
-def _budget(places: Places, name: str) -> Path:
+def _budget(folders: AllowedFolders, name: str) -> Path:
     """Return a budget file below the root."""
     folder, _, file = name.rpartition("/")
-    path = places.find(folder) / file
+    path = folders.find(folder) / file
     if path.is_symlink() or not path.is_file():
         raise DataError(f"there is no budget file {name!r} below the root; create it with: sfumato budget open")
     return path

@@ -1,7 +1,7 @@
 """Runs: processes of their own (`sfumato synth`), with their state on disk.
 
 A run has a folder: `job.json` (what was asked for), `worker.lock` (locked while the process lives; the process inherits
-the lock, so that it holds without the server), `worker.pid`, `progress.json`, `log.txt`, `exit.json` (status, if the
+the lock, so it holds without the server), `worker.pid`, `progress.json`, `log.txt`, `exit.json` (status, if the
 server saw the end), and the folder to share. A server that starts later finds all of it. Nothing deletes a run: its
 ledger is the record of what was spent.
 """
@@ -186,7 +186,8 @@ class RunStore:
         """Start a run, once for each request: a form that is sent twice spends the budget once.
 
         - request: 32 hexadecimal digits that the form carries.
-        - source: name of the data below the root; about: what else the page shows.
+        - source: name of the data below the root.
+        - about: what else the page shows.
         - arguments: function of the output folder that returns the arguments of `sfumato`.
         """
         if not REQUEST.fullmatch(request):

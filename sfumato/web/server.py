@@ -29,9 +29,9 @@ from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError
 from sfumato.privacy import BudgetExceeded, LedgerError
+from sfumato.web.allowed_folders import AllowedFolders
 from sfumato.web.guard import CSRF_FIELD, HEADERS, Door, GuardMiddleware, posted
-from sfumato.web.picture import describe
-from sfumato.web.places import Places
+from sfumato.web.plan_chart import describe
 from sfumato.web.run_form import DEFAULTS, Previews, choices, read_form
 from sfumato.web.runs import FINISHED, RUNNING, RunStore, WebRun
 from sfumato.web.uploads import MAX_UPLOAD, check_upload
@@ -43,11 +43,17 @@ CHECKS_AT_ONCE = 2
 
 
 class Pages:
-    """The endpoints. `door` lets people in, `places` are the folders, `runs` the runs."""
+    """The endpoints of the web interface.
 
-    def __init__(self, door: Door, places: Places, runs: RunStore, cookie: str) -> None:
-        self.door, self.places, self.runs, self.cookie = door, places, runs, cookie
-        self._previews = Previews(places)
+    - door: tokens and sessions.
+    - folders: folders that may be read.
+    - runs: runs of this server.
+    - cookie: name of the session's cookie.
+    """
+
+    def __init__(self, door: Door, folders: AllowedFolders, runs: RunStore, cookie: str) -> None:
+        self.door, self.folders, self.runs, self.cookie = door, folders, runs, cookie
+        self._previews = Previews(folders)
         self._checks = 0
 
     def routes(self) -> list[Route | Mount]:
@@ -102,13 +108,13 @@ class Pages:
     def home(self, request: Request) -> Response:
         """Show the runs, and folders to choose from."""
         name = request.query_params.get("folder", "")
-        folder, mistake = self.places.root, None
+        folder, mistake = self.folders.root, None
         try:
-            folder = self.places.find(name) if name else folder
-            entries = self.places.entries(folder)
+            folder = self.folders.find(name) if name else folder
+            entries = self.folders.entries(folder)
         except DataError as error:
-            folder, entries, mistake = self.places.root, self.places.entries(self.places.root), str(error)
-        here = "" if folder == self.places.root else self.places.name_of(folder)
+            folder, entries, mistake = self.folders.root, self.folders.entries(self.folders.root), str(error)
+        here = "" if folder == self.folders.root else self.folders.name_of(folder)
         parts = [(part, "/".join(here.split("/")[: n + 1])) for n, part in enumerate(here.split("/")) if part]
         rows = [_row(run) for run in self.runs.list()]
         context: dict[str, Any] = {"entries": entries, "parts": parts, "here": here, "runs": rows, "mistake": mistake}
@@ -127,13 +133,13 @@ class Pages:
         given = {name: value for name, value in form.items() if isinstance(value, str)}
 
         def start() -> WebRun:
-            wanted = read_form(given, self.places)
+            wanted = read_form(given, self.folders)
             found, _ = self._previews.preview(wanted)
             if wanted.test is not None:
-                self.places.check_links(wanted.test)
+                self.folders.check_links(wanted.test)
             if wanted.run.budget is not None and (refusal := DatasetBudget(wanted.run.budget).refusal(found.plan)):
                 raise BudgetExceeded(refusal)
-            source = self.places.name_of(Path(wanted.data.data))
+            source = self.folders.name_of(Path(wanted.data.data))
             about = {"method": found.method, "epsilon": found.plan.epsilon, "delta": found.plan.budget.delta}
             asked = {name: value for name, value in wanted.fields.items() if name not in (CSRF_FIELD, "request")}
             about |= {"unit": found.public.unit, "prior": found.prior, "fields": asked}
@@ -161,14 +167,14 @@ class Pages:
     def _planned(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return what a run would release, or the mistake in its options."""
         try:
-            found, remarks = self._previews.preview(read_form(given, self.places))
+            found, remarks = self._previews.preview(read_form(given, self.folders))
             return {"planned": describe(found), "remarks": remarks, "problem": None}
         except MISTAKES as error:
             return {"planned": None, "remarks": [], "problem": self._shorten(error)}
 
     def _shorten(self, error: BaseException) -> str:
         """Return a message with names below the root instead of full paths."""
-        return str(error).replace(f"{self.places.root}/", "")
+        return str(error).replace(f"{self.folders.root}/", "")
 
     # -- watching -----------------------------------------------------------------------------------------
 
@@ -289,15 +295,17 @@ class Pages:
 
 
 def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: int = 2) -> tuple[Starlette, Door]:
-    """Return the application and its door.
+    """Return the application and its store of tokens and sessions.
 
-    - root: folder below which data may be chosen; runs: folder of the runs.
-    - hosts: names by which the server may be called; port: part of the cookie's name.
+    - root: folder below which data may be chosen.
+    - runs: folder of the runs.
+    - hosts: names by which the server may be called.
+    - port: part of the cookie's name.
     - limit: runs at a time.
     """
-    door, places = Door(), Places(root, runs)
+    door, folders = Door(), AllowedFolders(root, runs)
     cookie = f"sfumato-{port}"
-    pages = Pages(door, places, RunStore(runs, limit), cookie)
+    pages = Pages(door, folders, RunStore(runs, limit), cookie)
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: pages.explain, Exception: pages.explain}
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
@@ -319,7 +327,8 @@ def serve(
     """Serve the page until Ctrl-C. Runs go on without the server.
 
     - root, runs, limit: see `create_app`.
-    - host, port: address to listen on; port 0 takes a free one. names: other names of the host.
+    - host, port: address to listen on; port 0 takes a free one.
+    - names: other names of the host.
     - announce: called with the link that lets one person in.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -30,7 +30,8 @@ def check_upload(
 ) -> list[dict[str, Any]]:
     """Return the verification of each certificate in an upload: a certificate, or a zip file.
 
-    - key: public key that must have signed. limits: `max_epsilon` and `max_delta`.
+    - key: public key that must have signed.
+    - limits: `max_epsilon` and `max_delta`.
 
     Raise `DataError` if it holds no certificate, or cannot be unpacked within the limits.
     """

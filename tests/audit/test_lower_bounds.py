@@ -136,9 +136,9 @@ def test_the_bound_for_a_plan_is_that_of_gaussian_dp_without_sampling() -> None:
 def test_the_bound_for_a_sampled_plan_recovers_its_epsilon() -> None:
     """Rates on the trade-off curve of a plan give the plan's own epsilon, and worse rates less."""
     releases = calibrate([Release("a", times=20, sampling_prob=0.2)], Budget(2.0, DELTA)).releases
-    allowed = module._composed(releases, 1.0, "add-remove").get_delta_for_epsilon(module.GRID.tolist())
+    allowed = module._composed(releases, 1.0, "add-remove").get_delta_for_epsilon(module.EPSILON_GRID.tolist())
     fpr = 1e-3
-    fnr = float(np.max(1 - np.asarray(allowed) - np.exp(module.GRID) * fpr))
+    fnr = float(np.max(1 - np.asarray(allowed) - np.exp(module.EPSILON_GRID) * fpr))
     found = planned_gaussian(fnr, fpr, releases, DELTA)
     assert found == pytest.approx(2.0, rel=0.01)
     assert planned_gaussian(fnr + 0.05, fpr, releases, DELTA) < found

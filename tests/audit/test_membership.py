@@ -108,7 +108,7 @@ def test_memorisation_is_found_in_copies_only(thirds: list[ImageSet]) -> None:
     copied = audit_release(used.subset(range(50)), used.subset(range(150)), held_out).memory
     assert copied["memorises"]
     assert (copied["copies"], copied["compared_with"]) == (50, 150)
-    made, neighbours = copied["pairs"].images.split(module.SHOWN)
+    made, neighbours = copied["pairs"].images.split(module.SHOWN_PAIRS)
     assert torch.equal(made, neighbours)
     clean = audit_release(fresh, used, held_out).memory
     assert not clean["memorises"]

@@ -75,12 +75,13 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the folders that pages name: scans/, held-out/, new-scans/, public-scans/ with class folders; flat/."""
+    """Make the folders that pages name, with class folders: scans/, held-out/, new-scans/, public-…/; and flat/."""
     (tmp_path / "flat").mkdir()
     lines = ["file,label,patient"]
-    for number in range(300):
+    sources = ("scans", "held-out", "new-scans", "public-scans", "public-validation")
+    for number in range(330):
         name = ("healthy", "glioma", "other")[number % 3]
-        source = ("scans", "held-out", "new-scans", "public-scans")[(number > 149) + (number > 199) + (number > 239)]
+        source = sources[(number > 149) + (number > 199) + (number > 239) + (number > 299)]
         target = tmp_path / source / name / f"patient{number % 60:02}" / f"{number}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(digits.images[number, 0].numpy()).resize((32, 32))

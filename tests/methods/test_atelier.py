@@ -122,6 +122,10 @@ def test_the_plan_lists_the_settings_that_are_used_and_why() -> None:
     assert listed(Atelier(epsilon=100.0, device="cpu"))["teacher.components"][0] == 1500
     with_prior = listed(Atelier(prior="random-process", variety=0.5, device="cpu"))
     assert with_prior["variety"] == (0.5, "given, not used")
+    assert with_prior["disagreement"] == ("drop", "default relabel, with a prior")
+    assert found["disagreement"] == ("relabel", "default")
+    keeping = listed(Atelier(prior="random-process", disagreement="keep", device="cpu"))
+    assert keeping["disagreement"] == ("keep", "given")
     assert "adaptation.levels" in with_prior
     assert not [name for name in with_prior if name.startswith(("painter.", "generator."))]
 

@@ -87,7 +87,7 @@ def test_pulling_towards_real_means_brings_them_nearer(unit: bool, digits: Image
         rows = torch.nn.functional.normalize(rows) if unit else rows
         difference = (members.T @ rows) / members.sum(0)[:, None] - matcher.means(view)
         distances.append(float(difference.square().sum()))
-        matcher.pull(view, difference)
+        matcher.step(view, difference)
     assert sum(distances[-5:]) < 0.3 * sum(distances[:5])
     assert matcher.result().abs().max() <= 1
     assert not torch.equal(matcher.result(), matcher.images)  # an average
@@ -184,7 +184,7 @@ def test_smooth_steps_are_smooth_and_as_strong() -> None:
             start=start.clone(),
         )
         view = views.next()
-        matcher.pull(view, torch.randn(1, matcher.means(view).shape[1], generator=generator))
+        matcher.step(view, torch.randn(1, matcher.means(view).shape[1], generator=generator))
         return matcher.images - start
 
     rough, smooth = moved(0.0), moved(0.2)
@@ -205,7 +205,7 @@ def test_many_classes_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         matcher = Matcher(public, 3, 2, generator, unit=True, learning_rate=100.0, momentum=0.5)
         for _ in range(2):
             view = views.next()
-            matcher.pull(view, torch.ones_like(matcher.means(view)))
+            matcher.step(view, torch.ones_like(matcher.means(view)))
         return matcher.images
 
     whole = run()
@@ -304,7 +304,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, digits: ImageSet, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "pull", fail)
+        patch.setattr(Matcher, "step", fail)
         with pytest.raises(KeyboardInterrupt):
             quick("ndpdc").fit(digits, run_dir=tmp_path / "run")
     with Ledger(tmp_path / "run" / "ledger.jsonl") as ledger:

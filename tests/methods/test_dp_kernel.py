@@ -21,7 +21,7 @@ from sfumato.methods import create, load
 from sfumato.methods.as_published.published_dp_kernel import published_loss
 from sfumato.methods.dp_kernel import KernelGenerator, smooth_images
 from sfumato.methods.generator_method import GeneratorSizes
-from sfumato.methods.kernel_painter import KernelPainter, PainterSettings, reconcile, total_variation
+from sfumato.methods.kernel_painter import KernelPainter, PainterSettings, combine_with_common_sum, total_variation
 from sfumato.testing import build, check_synthesizer
 
 PAINTER = PainterSettings(features=20, features_per_step=10, cnn_images=100)
@@ -273,8 +273,8 @@ def test_sums_of_classes_and_of_all_are_reconciled_by_least_squares() -> None:
     sums, every = torch.randn(5, 3, generator=generator).double(), torch.randn(3, generator=generator).double()
     rows = torch.cat([torch.eye(5) * math.sqrt(1 - share), torch.ones(1, 5) * math.sqrt(share)]).double()
     seen = torch.cat([sums * math.sqrt(1 - share), every[None] * math.sqrt(share)])
-    assert torch.allclose(reconcile(sums, every, share), torch.linalg.lstsq(rows, seen).solution)
-    assert torch.equal(reconcile(sums, every, 0.0), sums)
+    assert torch.allclose(combine_with_common_sum(sums, every, share), torch.linalg.lstsq(rows, seen).solution)
+    assert torch.equal(combine_with_common_sum(sums, every, 0.0), sums)
 
 
 @pytest.mark.slow  # `test_testing.py` checks atelier, whose painter has the same release, in each run

@@ -517,7 +517,7 @@ def test_the_sampler_ends_at_the_denoised_image() -> None:
 def test_guidance_leads_away_from_images_without_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     """With guidance g the mean moves to g times that of the condition, if nothing is known in the other term."""
     network, none, known = Known(), torch.tensor([-1, -1]), torch.tensor([[0.1], [-0.2]])
-    monkeypatch.setattr(module, "GUIDED", (0.0, 100.0))
+    monkeypatch.setattr(module, "GUIDANCE_LEVELS", (0.0, 100.0))
     images = draw(network, none, guidance=3.0, condition=known)
     assert torch.allclose(images[:, 0, 0, 0], 3 * known[:, 0], atol=1e-3)
     assert len([level for level, nothing in network.calls if nothing]) == len(network.calls) / 2 > 0
@@ -528,11 +528,11 @@ def test_guidance_extrapolates_at_medium_noise_levels_only(monkeypatch: pytest.M
     network, labels = Known(), torch.tensor([1, 2])
     images = draw(network, labels, guidance=3.0)
     unguided = [level for level, none in network.calls if none]
-    low, high = module.GUIDED
+    low, high = module.GUIDANCE_LEVELS
     assert 3 < len(unguided) < module.SAMPLER_LEVELS
     assert all(low < level < high for level in unguided)
     assert torch.allclose(images[:, 0, 0, 0], torch.tensor([0.1, 0.2]), atol=1e-3)  # the last levels are not guided
-    monkeypatch.setattr(module, "GUIDED", (0.0, 100.0))
+    monkeypatch.setattr(module, "GUIDANCE_LEVELS", (0.0, 100.0))
     assert torch.allclose(draw(Known(), labels, guidance=3.0)[:, 0, 0, 0], torch.tensor([0.3, 0.6]), atol=1e-3)
 
 

@@ -12,7 +12,7 @@ from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cli import app
 from sfumato.cli_options import DataOptions, MethodOptions, RunOptions, to_arguments
 from sfumato.data import DataError
-from sfumato.web.places import Places
+from sfumato.web.allowed_folders import AllowedFolders
 from sfumato.web.run_form import read_form
 
 HOSTILE = [
@@ -29,8 +29,8 @@ HOSTILE = [
 
 
 @pytest.fixture
-def places(data_root, tmp_path):
-    return Places(data_root, tmp_path / "runs")
+def folders(data_root, tmp_path):
+    return AllowedFolders(data_root, tmp_path / "runs")
 
 
 def parsed(arguments: list[str]) -> dict:
@@ -51,9 +51,9 @@ def test_arguments_are_the_options_again(tmp_path):
             assert got == value or list(got or []) == (value or []), field.name
 
 
-def test_a_form_becomes_a_command(places, data_root, tmp_path):
+def test_a_form_becomes_a_command(folders, data_root, tmp_path):
     given = {"folder": "ward/scans", "epsilon": "2", "size": "8", "mode": "grey", "public_size": "1", "number": "50"}
-    form = read_form({**given, "unit": "person", "person": "folder:1", "test": "held-out", "skip": "1"}, places)
+    form = read_form({**given, "unit": "person", "person": "folder:1", "test": "held-out", "skip": "1"}, folders)
     found = parsed(form.arguments(tmp_path)[1:])
     assert found["data"] == str(data_root / "ward" / "scans")
     assert (found["epsilon"], found["number"], found["person"], found["on_error"]) == (2.0, 50, "folder:1", "skip")
@@ -63,10 +63,10 @@ def test_a_form_becomes_a_command(places, data_root, tmp_path):
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("name", ["person", "issuer", "classes", "label_column", "method", "epsilon", "size", "prior"])
-def test_a_value_stays_a_value(places, tmp_path, name, text):
+def test_a_value_stays_a_value(folders, tmp_path, name, text):
     """Nothing that somebody types becomes an option, a command or a path."""
     try:
-        form = read_form({"folder": "ward/scans", "unit": "person", "person": "folder:1", name: text}, places)
+        form = read_form({"folder": "ward/scans", "unit": "person", "person": "folder:1", name: text}, folders)
     except DataError:
         return
     found = parsed(form.arguments(tmp_path)[1:])
@@ -96,9 +96,9 @@ def test_a_value_stays_a_value(places, tmp_path, name, text):
         ({"issuer": "x" * 301}, "at most 300"),
     ],
 )
-def test_a_mistake_is_named(places, given, message):
+def test_a_mistake_is_named(folders, given, message):
     with pytest.raises(DataError, match=re.escape(message)):
-        read_form({"folder": "ward/scans", **given}, places)
+        read_form({"folder": "ward/scans", **given}, folders)
 
 
 def test_the_plan_follows_the_fields(served):

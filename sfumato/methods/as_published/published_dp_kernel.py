@@ -35,8 +35,8 @@ class PublishedKernelGenerator(GeneratorMethod):
     """
 
     key: ClassVar[str] = "dp-kernel-as-published"
-    paper: ClassVar[str] = "Functional Renyi Differential Privacy for Generative Modeling (Jiang et al., NeurIPS 2023)"
-    summary: ClassVar[str] = "dp-kernel's published training; not private"
+    paper: ClassVar[str] = "Jiang et al., NeurIPS 2023"
+    summary: ClassVar[str] = "train dp-kernel as its authors do; not private"
     guarantee: ClassVar[str] = "none"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"steps": 1800}}
 
@@ -88,7 +88,7 @@ def published_loss(
     noise: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return (MMD²)² with noised values of the exact function, as in the paper: five kernels, one-hot labels.
+    """Return (MMD²)² with noised values of the exact function (Eq. 4 and 5): five kernels, one-hot labels.
 
     The noise is a constant to the derivative. That is the leak.
     """

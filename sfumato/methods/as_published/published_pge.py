@@ -39,7 +39,7 @@ class PublishedGradientEstimation(GradientEstimation):
     """
 
     key: ClassVar[str] = "pge-as-published"
-    summary: ClassVar[str] = "pge's published training; not private"
+    summary: ClassVar[str] = "train pge as its authors do; not private"
     guarantee: ClassVar[str] = "none"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"width": 16}}
 

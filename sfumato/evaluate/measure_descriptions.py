@@ -1,4 +1,4 @@
-"""What each measure means, in words, and how a value compares with guessing and with real images."""
+"""Describe each measure in words; compare a value with guessing and with real images."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ HARDLY, PARTLY, MOSTLY = 0.1, 0.5, 0.8  # shares of the way from chance to real 
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """The name of a measure, what it says, and which values are good."""
+class Description:
+    """Describes a measure: its name, what it says, and which values are good."""
 
     title: str
     text: str
     good: str
 
 
-ACCURACY = Meaning(
+ACCURACY = Description(
     "accuracy",
     "Share of real test images that a classifier recognises after training on the synthetic images only.",
     "near that of real images; at chance level nothing was learned",
 )
 FIDELITY = {
-    "precision": Meaning(
+    "precision": Description(
         "precision", "Share of synthetic images that lie among real ones.", "near 1; 0: no image looks real"
     ),
-    "recall": Meaning(
+    "recall": Description(
         "recall", "Share of real images that lie among synthetic ones.", "near 1; 0: the variety of real images is lost"
     ),
-    "density": Meaning(
+    "density": Description(
         "density", "How densely real images surround a synthetic one.", "near 1; 0: no image looks real"
     ),
-    "coverage": Meaning(
+    "coverage": Description(
         "coverage", "Share of real images with a synthetic one nearby.", "near 1; 0: the variety is lost"
     ),
-    "fd": Meaning(
+    "fd": Description(
         "Fréchet distance", "Distance between the feature statistics of synthetic and real images.", "lower; 0 is equal"
     ),
-    "fid": Meaning("FID", "Fréchet distance in features of the 2015 Inception network.", "lower; 0 is equal"),
-    "kd": Meaning(
+    "fid": Description("FID", "Fréchet distance in features of the 2015 Inception network.", "lower; 0 is equal"),
+    "kd": Description(
         "kernel distance", "Distance between the feature distributions, without bias.", "lower; about 0 is equal"
     ),
-    "kid": Meaning("KID", "Kernel distance in features of the 2015 Inception network.", "lower; about 0 is equal"),
-    "inception": Meaning(
+    "kid": Description("KID", "Kernel distance in features of the 2015 Inception network.", "lower; about 0 is equal"),
+    "inception": Description(
         "Inception Score", "How distinct and varied the images are for a photo classifier.", "higher; compare with real"
     ),
 }
 
 
-def meaning_of(measure: str) -> Meaning:
-    """Return the meaning of a measure by its name in a result: a classifier, or a measure of fidelity."""
+def description_of(measure: str) -> Description:
+    """Return the description of a measure by its name in a result: a classifier, or a measure of fidelity."""
     return FIDELITY.get(measure.split("_")[0], ACCURACY)
 
 

@@ -21,15 +21,15 @@ STRETCH = 1e3  # of both factors of a product, so up to a million
 FLAG = 1e6  # first entry of a canary's record, by which a traced function recognises it
 
 
-def stretched(base: type[GradientVault], canaries: ImageSet) -> type[GradientVault]:
-    """Return a vault class in which rows of these images are stretched before they are clipped.
+def with_worst_case_rows(base: type[GradientVault], canaries: ImageSet) -> type[GradientVault]:
+    """Return a vault class in which rows of these images are multiplied by `STRETCH` before they are clipped.
 
     - base: the class of the vault under audit.
     - canaries: images of the unit; no other image may be equal to one of them.
     """
     wanted = {image.numpy().tobytes() for image in canaries.images}
 
-    class Stretched(base):  # type: ignore[valid-type, misc]
+    class WorstCaseRows(base):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._flagged = torch.tensor([image.cpu().numpy().tobytes() in wanted for image in self._images])
@@ -51,7 +51,7 @@ def stretched(base: type[GradientVault], canaries: ImageSet) -> type[GradientVau
             mapped: Self = super().map(lambda images: transform(_restore(images)[0]))
             return mapped
 
-    kind: Any = Stretched
+    kind: Any = WorstCaseRows
     return kind  # type: ignore[no-any-return]
 
 

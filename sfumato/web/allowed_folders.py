@@ -23,7 +23,7 @@ class FolderEntry:
     folder: bool
 
 
-class Places:
+class AllowedFolders:
     """The folders below `root` that may be read. `hidden` is one that is not shown: the folder of the runs.
 
     Links are allowed if they stay below the root. Whoever can write below the root is trusted: a link that is exchanged

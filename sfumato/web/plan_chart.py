@@ -1,4 +1,4 @@
-"""The plan of a run as a picture: what is released, at which noise, and what an attacker could gain at most."""
+"""Draw the plan of a run as a chart: what is released, at which noise, and the success of the best attack."""
 
 from __future__ import annotations
 

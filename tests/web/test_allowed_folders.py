@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sfumato.data import DataError
-from sfumato.web.places import Places
+from sfumato.web.allowed_folders import AllowedFolders
 
 
 @pytest.fixture
-def places(tmp_path):
+def folders(tmp_path):
     root = tmp_path / "root"
     for name in ("a/b", "a/.hidden", "sfumato-runs/x", "link-target"):
         (root / name).mkdir(parents=True)
@@ -19,7 +19,7 @@ def places(tmp_path):
     (root / "a" / "in").symlink_to(root / "link-target")
     (root / "a" / "images.npz").write_bytes(b"")
     (root / "a" / "notes.txt").write_bytes(b"")
-    return Places(root, root / "sfumato-runs")
+    return AllowedFolders(root, root / "sfumato-runs")
 
 
 @pytest.mark.parametrize(
@@ -27,31 +27,31 @@ def places(tmp_path):
     ["..", "../outside", "a/../../outside", "a/../b", "/etc", "//etc", "a/out", "a/out/x", "~", "~root", "a/\0",
      "nothing", "../root-but-longer", "a/notes.txt", "sfumato-runs", "sfumato-runs/x", "a/./../../outside", "x" * 5000],
 )  # fmt: skip
-def test_a_path_out_of_the_root_is_refused(places, name):
+def test_a_path_out_of_the_root_is_refused(folders, name):
     with pytest.raises(DataError, match="below the root"):
-        places.find(name)
+        folders.find(name)
 
 
-def test_folders_below_the_root_are_found(places):
-    assert places.find("") == places.root
-    assert places.find("a/b") == places.root / "a" / "b"
-    assert places.find("a/in") == places.root / "link-target"
-    assert places.find("a/images.npz").is_file()
+def test_folders_below_the_root_are_found(folders):
+    assert folders.find("") == folders.root
+    assert folders.find("a/b") == folders.root / "a" / "b"
+    assert folders.find("a/in") == folders.root / "link-target"
+    assert folders.find("a/images.npz").is_file()
 
 
-def test_only_what_can_be_chosen_is_listed(places):
-    assert [entry.name for entry in places.entries(places.root)] == ["a", "link-target"]
-    assert [entry.name for entry in places.entries(places.find("a"))] == ["b", "images.npz", "in"]
+def test_only_what_can_be_chosen_is_listed(folders):
+    assert [entry.name for entry in folders.entries(folders.root)] == ["a", "link-target"]
+    assert [entry.name for entry in folders.entries(folders.find("a"))] == ["b", "images.npz", "in"]
 
 
-def test_a_link_inside_that_leads_out_is_refused(places):
+def test_a_link_inside_that_leads_out_is_refused(folders):
     with pytest.raises(DataError, match="a/out is a link that leads out"):
-        places.check_links(places.find("a"))
-    places.check_links(places.find("a/b"))
+        folders.check_links(folders.find("a"))
+    folders.check_links(folders.find("a/b"))
 
 
 def test_runs_inside_the_data_need_their_own_name(tmp_path):
     (tmp_path / "scans" / "mine").mkdir(parents=True)
-    places = Places(tmp_path, tmp_path / "scans" / "mine")
+    folders = AllowedFolders(tmp_path, tmp_path / "scans" / "mine")
     with pytest.raises(DataError, match="start it with --out elsewhere"):
-        places.find("scans")
+        folders.find("scans")

@@ -1,4 +1,4 @@
-"""Shared helpers of the feature networks: batch-norm folding and hooks that collect activations."""
+"""Fold batch norm into convolutions; hooks that collect activations."""
 
 from __future__ import annotations
 
