@@ -25,7 +25,7 @@ KEY_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteRecords:
     """Stands for the images in a vault over shards: the shape of a record, and the maps that were applied."""
 
     shape: torch.Size
@@ -59,7 +59,7 @@ class ClusterVault(GradientVault):
                 )
                 self._entries.append(replace(entry, first=begin, **own))
             begin += entry.records
-        self._images: Any = Elsewhere(torch.Size((count, *records.shape)))
+        self._images: Any = RemoteRecords(torch.Size((count, *records.shape)))
 
     def unprotected(self, reason: str) -> tuple[Tensor, Tensor | None]:
         """Refuse: raw images in shards cannot be handed out. Nothing is charged or voided."""
@@ -95,7 +95,7 @@ class ClusterVault(GradientVault):
         key, identity = new_key(), secrets.token_hex(16)
         steps = (*self._images.steps, Step(identity, graph, shape, size, key))
         collect(self._executor.map(steps, self.device.type, self._entries), identity, self._entries)
-        return Elsewhere(torch.Size((self._images.shape[0], *shape)), steps)
+        return RemoteRecords(torch.Size((self._images.shape[0], *shape)), steps)
 
     def _void_on_failure(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return the result. Guarantee: as in `Vault`, except that a `ShardError` does not void the run."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfumato.cluster.travelling import pack, versions
+from sfumato.cluster.graph_pickling import pack, versions
 from sfumato.cluster.worker import (
     Entry,
     Failure,
@@ -43,8 +43,8 @@ from sfumato.data.errors import DataError, DataWarning, reason
 from sfumato.threads import usable_cores
 
 RETRIES = 8  # of a call that ended its worker; workers are started again without limit
-AHEAD = 2  # calls of `compute` that wait for each worker: their arguments are in the object store
-PATIENCE = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
+PENDING_CALLS = 2  # calls of `compute` that wait for each worker: their arguments are in the object store
+STARTUP_TIMEOUT = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
 STDERR = 2
 CONNECTING = 20  # seconds until a cluster must have answered
 QUIET = {
@@ -96,7 +96,9 @@ class RayCluster:
             max_task_retries=RETRIES,
         )
         self._actors = [kind.remote(code_digest()) for _ in range(number)]
-        ready, _ = self._ray.wait([actor.pid.remote() for actor in self._actors], num_returns=number, timeout=PATIENCE)
+        ready, _ = self._ray.wait(
+            [actor.pid.remote() for actor in self._actors], num_returns=number, timeout=STARTUP_TIMEOUT
+        )
         if len(ready) < number:
             self.close()
             raise DataError(f"the cluster {address} has no room for {number} workers; pass fewer (--workers)")
@@ -114,18 +116,18 @@ class RayCluster:
         return self._each(entries, lambda actor, entry: actor.load.remote(entry))
 
     def total(self, task: Task, entries: Sequence[Entry]) -> Iterator[Partial | Failure]:
-        travelling = replace(
+        sent = replace(
             task,
             query=replace(task.query, run=self._pack(task.query.run)),
             shared=[each.cpu() for each in task.shared],
             steps=self._pack_steps(task.steps),
         )
-        with _in_words():
-            common = self._ray.put(travelling)
+        with _translate_ray_errors():
+            common = self._ray.put(sent)
         return self._each(entries, lambda actor, entry: actor.total.remote(common, entry))
 
     def map(self, steps: Sequence[Step], device: str, entries: Sequence[Entry]) -> Iterator[Partial | Failure]:
-        with _in_words():
+        with _translate_ray_errors():
             common = self._ray.put(self._pack_steps(steps))
         return self._each(entries, lambda actor, entry: actor.map.remote(common, device, entry))
 
@@ -133,21 +135,21 @@ class RayCluster:
         return self._each(entries, lambda actor, entry: actor.matches.remote(digests, entry))
 
     def compute(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        with _in_words(withheld=False):
+        with _translate_ray_errors(withheld=False):
             packed = self._ray.put(pack(function)[0])
         waiting: deque[Any] = deque()
-        for following in range(len(calls) + AHEAD * self.number):
-            with _in_words(withheld=False):
+        for following in range(len(calls) + PENDING_CALLS * self.number):
+            with _translate_ray_errors(withheld=False):
                 if following < len(calls):
                     actor = self._actors[following % self.number]
                     waiting.append(actor.compute.remote(packed, *calls[following]))
-                if following < AHEAD * self.number or not waiting:
+                if following < PENDING_CALLS * self.number or not waiting:
                     continue
                 result = self._ray.get(waiting.popleft())
             yield result
 
     def share(self, value: Any) -> Any:
-        with _in_words(withheld=False):
+        with _translate_ray_errors(withheld=False):
             return self._ray.put(value)
 
     def forget(self, owner: str) -> None:
@@ -192,10 +194,10 @@ class RayCluster:
 
     def _each(self, entries: Sequence[Entry], call: Callable[[Any, Any], Any]) -> Iterator[Any]:
         """Call a worker for each entry and yield the results as they come."""
-        with _in_words():
+        with _translate_ray_errors():
             waiting = [call(self._actors[e.number % len(self._actors)], self._reference(e)) for e in entries]
         while waiting:
-            with _in_words():
+            with _translate_ray_errors():
                 ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=1.0)
                 results = self._ray.get(ready)
             yield from results
@@ -293,8 +295,8 @@ def _silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_words(withheld: bool = True) -> Iterator[None]:
-    """Turn errors of Ray into errors in words. They depend on machines, not on images.
+def _translate_ray_errors(withheld: bool = True) -> Iterator[None]:
+    """Replace errors of Ray by `ShardError`, `DataError` or `WorkersDied`. They depend on machines, not on images.
 
     - withheld: hide the errors of our own code, whose messages could contain pixel values; default True.
     """

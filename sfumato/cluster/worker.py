@@ -31,7 +31,7 @@ from sfumato.data.storage import FileRows, Spool
 from sfumato.privacy import Release
 from sfumato.privacy.records import Query
 
-EXACT = 2**53  # float64 represents integers up to this
+MAX_EXACT_INTEGER = 2**53  # float64 represents integers up to this
 
 
 class ShardError(DataError):
@@ -126,7 +126,7 @@ class Failure:
 
 
 @dataclass
-class _Held:
+class _LoadedShard:
     """A shard on this worker, and the rows of maps by their identity. All rows are in the file: memory stays flat."""
 
     sha256: str
@@ -142,7 +142,7 @@ class Worker:
     """
 
     def __init__(self, code: str | None = None) -> None:
-        self._held: dict[tuple[str, int], _Held] = {}
+        self._held: dict[tuple[str, int], _LoadedShard] = {}
         self._spool = Spool()
         self._unpacked: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -170,7 +170,7 @@ class Worker:
             shared = [each.to(device) for each in task.shared]
             found = records._exact(task.release, task.query, task.lanes, task.size, shared, task.normals).cpu()
             if task.integer:
-                if float(found.abs().max()) >= EXACT:
+                if float(found.abs().max()) >= MAX_EXACT_INTEGER:
                     raise OverflowError
                 found = found.to(torch.int64)
             return Partial(task.identity, entry.number, held.sha256, found)
@@ -223,10 +223,10 @@ class Worker:
         labels = None if found.labels is None else FileRows((), np.int32, self._spool)
         if labels is not None and found.labels is not None:
             labels.write(0, found.labels.numpy())
-        self._held[entry.owner, entry.number] = _Held(found.sha256, found.pixels, labels)
+        self._held[entry.owner, entry.number] = _LoadedShard(found.sha256, found.pixels, labels)
         return found
 
-    def _hold(self, entry: Entry) -> _Held:
+    def _hold(self, entry: Entry) -> _LoadedShard:
         place = entry.owner, entry.number
         if place not in self._held:
             self._read(entry)
@@ -235,7 +235,7 @@ class Worker:
             raise MissingShard(entry.shard.name, "is not the one of the manifest")
         return held
 
-    def _rows(self, steps: tuple[Step, ...], entry: Entry, held: _Held, device: torch.device) -> FileRows:
+    def _rows(self, steps: tuple[Step, ...], entry: Entry, held: _LoadedShard, device: torch.device) -> FileRows:
         if not steps:
             return held.pixels
         last = steps[-1]
@@ -245,7 +245,9 @@ class Worker:
             held.mapped[last.identity] = records.map_to_file(last.graph, last.shape, last.size, self._spool)
         return held.mapped[last.identity]
 
-    def _records(self, rows: FileRows, entry: Entry, held: _Held, key: bytes, device: torch.device) -> ShardRecords:
+    def _records(
+        self, rows: FileRows, entry: Entry, held: _LoadedShard, key: bytes, device: torch.device
+    ) -> ShardRecords:
         if entry.records != len(rows):  # from the same bytes: that depends on an image, so that it voids the run
             raise RuntimeError("the shard has another number of records than the manifest")
         labels = None if held.labels is None else held.labels[torch.arange(len(held.labels))].long()

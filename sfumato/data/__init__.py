@@ -5,7 +5,7 @@ from sfumato.data.grid import contact_sheet
 from sfumato.data.imageset import ImageSet, PublicFacts, shared_images
 from sfumato.data.load import load_images, read_outline
 from sfumato.data.named import NamedSet, find_named, get_named, named_sets
-from sfumato.data.objects import to_hugging_face
+from sfumato.data.python_datasets import to_hugging_face
 from sfumato.data.save import save_images
 
 __all__ = [

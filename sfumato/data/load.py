@@ -38,8 +38,14 @@ from sfumato.data.imageset import ImageSet
 from sfumato.data.labels import Classes, SeveralLabels, class_names
 from sfumato.data.medical import ValueRange
 from sfumato.data.named import read_digits, resolve
-from sfumato.data.objects import is_hugging_face, is_saved_dataset, list_hugging_face, open_saved_dataset, read_torch
 from sfumato.data.persons import encode_persons, reads_paths, refuse_persons
+from sfumato.data.python_datasets import (
+    is_hugging_face,
+    is_saved_dataset,
+    list_hugging_face,
+    open_saved_dataset,
+    read_torch,
+)
 
 Split = Literal["train", "test"]
 Found = TypeVar("Found", ImageSet, Listing)

@@ -28,12 +28,12 @@ from sfumato.engine import GradientVault
 from sfumato.features.class_gaussians import ClassGaussians, moment_rows
 from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.prior_painter import PRACTICE, PriorPainter, PrivateLoss, gpu_sample_batch
+from sfumato.methods.prior_painter import CURRICULUM_FIELDS, PriorPainter, PrivateLoss, gpu_sample_batch
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import even_labels
 from sfumato.priors import Prior
-from sfumato.priors.map_space import MapSpace
+from sfumato.priors.latent_space import DrawingSpace
 from sfumato.privacy import Release
 
 NO_GRADIENTS_NOTE = "without private gradients (steps=0) the images keep the look of the prior's; a GPU is advised"
@@ -77,7 +77,7 @@ class EmbeddingPainter(PriorPainter):
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
 
     def unused(self) -> tuple[str, ...]:
-        return PRACTICE
+        return CURRICULUM_FIELDS
 
     def moments(self, share: float) -> list[Release]:
         return [Release("moments", weight=share**-0.5)]
@@ -177,7 +177,7 @@ class EmbeddingPainter(PriorPainter):
 class Records:
     """Map images to records for private gradients: what the network draws, and the condition."""
 
-    def __init__(self, embedding: ImageEmbedding, space: MapSpace) -> None:
+    def __init__(self, embedding: ImageEmbedding, space: DrawingSpace) -> None:
         self._embedding, self._space = embedding, space
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

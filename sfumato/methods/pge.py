@@ -39,7 +39,7 @@ from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import Trainer, state_below, warm_cosine
 from sfumato.nets.unet import middle_size
 from sfumato.priors import Prior, load_prior
-from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
+from sfumato.priors.latent_space import DrawingSpace, Pixels, PublicAutoencoderMaps
 from sfumato.privacy import Release
 
 MAX_SIDE = 64  # of what the network sees; larger images go through an autoencoder
@@ -212,7 +212,7 @@ class GradientEstimation(Synthesizer):
             return latent_shape(public.shape)
         return (card.channels, *public.shape[1:]) if card else public.shape
 
-    def _space(self, public: PublicFacts) -> MapSpace:
+    def _space(self, public: PublicFacts) -> DrawingSpace:
         """Return what the network sees. Raise `DataError` if an autoencoder's files are not those of the prior."""
         if self.prior:
             return self._load_prior(public).space(public.shape, self.torch_device)

@@ -32,7 +32,7 @@ FEW_PARAMETERS = (".context.", ".scale_shift.bias", "norm", ".last.", ".entry.",
 FEW_PARAMETERS_LABELLED = (*FEW_PARAMETERS, ".scale_shift.weight")  # in a network that learns classes
 CLASS_EMBEDDING = ("class_rows", "unet.context.0.weight")  # trained beside low-rank adapters
 VIEWS_PER_BATCH = 512  # gradients that are computed at once on a GPU
-PRACTICE = ("practice_steps", "practice_batch", "practice_rate", "practice_ema", "practice_centre", "strength")
+CURRICULUM_FIELDS = ("practice_steps", "practice_batch", "practice_rate", "practice_ema", "practice_centre", "strength")
 MINIMUM = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "rank": 1, "levels": 2}
 LARGE_SIDE = 64  # pixels
 MAX_POOL_ABOVE_LARGE_SIDE = 8000  # images drawn in a round, limited by memory
@@ -184,7 +184,7 @@ class PriorPainter(ABC):
 
     def unused(self) -> tuple[str, ...]:
         """Return the fields of `PainterTraining` that this painter does not use."""
-        return PRACTICE if not self.settings.rounds else ()
+        return CURRICULUM_FIELDS if not self.settings.rounds else ()
 
     def check_unchanged(self, vault: GradientVault) -> None:
         """Raise `DataError` if a public file differs from the one that the ledger names."""

@@ -41,7 +41,13 @@ from sfumato.features.embedding import ImageEmbedding
 from sfumato.methods.base import Synthesizer, constant
 from sfumato.methods.class_counts import class_counts, counts_release
 from sfumato.methods.painter_choice import painter_for
-from sfumato.methods.prior_painter import CPU_TRAINING, PRACTICE, PainterTraining, PriorPainter, gpu_sample_batch
+from sfumato.methods.prior_painter import (
+    CPU_TRAINING,
+    CURRICULUM_FIELDS,
+    PainterTraining,
+    PriorPainter,
+    gpu_sample_batch,
+)
 from sfumato.nets.training import state_below
 from sfumato.privacy import Release
 
@@ -131,7 +137,7 @@ class PrivateEvolution(Synthesizer):
         return [*PriorPainter.notes(painter), note]
 
     def _in_use(self, public: PublicFacts) -> dict[str, tuple[Any, str] | None]:
-        adapting = ("adapt_share", "steps", "adaptation.rounds", *(f"adaptation.{name}" for name in PRACTICE))
+        adapting = ("adapt_share", "steps", "adaptation.rounds", *(f"adaptation.{name}" for name in CURRICULUM_FIELDS))
         without = () if self.adapt else adapting
         return self._painter(public).in_use() | dict.fromkeys(("adaptation.tries", *without))
 

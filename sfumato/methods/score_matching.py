@@ -20,7 +20,7 @@ from sfumato.methods.warm_start import WarmStartSettings
 from sfumato.nets.samplers import Target
 from sfumato.nets.score import ScoreNetwork, denoising_loss, sliced_loss
 from sfumato.nets.training import Trainer, use_average, warm_cosine
-from sfumato.priors.map_space import MapSpace
+from sfumato.priors.latent_space import DrawingSpace
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class NoisyViews:
     def __init__(
         self,
         settings: ScoreSettings,
-        space: MapSpace,
+        space: DrawingSpace,
         middle: tuple[int, int],
         *,
         code: CodebookEncoder | None = None,

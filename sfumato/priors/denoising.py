@@ -24,7 +24,7 @@ from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.nets.training import Trainer, warm_cosine
 from sfumato.priors.continuation import embedding_of, expand_state, joined_description, same_architecture
 from sfumato.priors.data_parallel import Workers, batch_gradients, embed_parts
-from sfumato.priors.map_space import MapSpace, PublicAutoencoderMaps
+from sfumato.priors.latent_space import DrawingSpace, PublicAutoencoderMaps
 from sfumato.priors.prior import FILE, Prior, PriorCard, load_prior, save_prior
 from sfumato.progress import bar, track
 
@@ -204,7 +204,7 @@ class PublicBatches:
         settings: PriorTraining,
         seed: int,
         device: torch.device,
-        space: MapSpace | None = None,
+        space: DrawingSpace | None = None,
         workers: Workers | None = None,
     ) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -276,7 +276,7 @@ def _conditions(pixels: torch.Tensor, embedding: ImageEmbedding, workers: Worker
     return torch.cat([rows(part) for part in pixels.split(EMBEDDED_AT_ONCE)])
 
 
-def _encoded(pixels: torch.Tensor, space: MapSpace, device: torch.device) -> torch.Tensor:
+def _encoded(pixels: torch.Tensor, space: DrawingSpace, device: torch.device) -> torch.Tensor:
     """Return maps of images, in half precision: those of 100,000 images of 256 pixels take 6.5 GB."""
     parts = pixels.split(ENCODED_AT_ONCE)
     encoded = [space.encode(to_unit_range(parts[number].to(device))).half() for number in track(len(parts), "encoding")]
@@ -433,7 +433,7 @@ def _score(
 _compiled_score = Compiled(_score)
 
 
-def _picture(network: ScoreNetwork, space: MapSpace, conditions: torch.Tensor, seed: int, path: Path) -> None:
+def _picture(network: ScoreNetwork, space: DrawingSpace, conditions: torch.Tensor, seed: int, path: Path) -> None:
     """Write a grid of samples with the embeddings of held-out images."""
     device = conditions.device
     none, generator = torch.full((len(conditions),), -1, device=device), torch.Generator(device).manual_seed(seed)

@@ -21,7 +21,7 @@ from torch import nn
 from sfumato.data import DataError
 from sfumato.features.weights import sha256_of
 from sfumato.nets.score import SIGMA_DATA, ScoreNetwork
-from sfumato.priors.map_space import IMAGES_PER_BATCH, MapSpace, Pixels
+from sfumato.priors.latent_space import IMAGES_PER_BATCH, DrawingSpace, Pixels
 from sfumato.priors.prior import MAX_RATIO, Prior, PriorCard
 
 CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
@@ -93,7 +93,7 @@ class DiffusersPrior(Prior):
                 f"{shape[1]} × {shape[2]}; pass a size (--size {sizes[0] if sizes else multiple})"
             )
 
-    def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
+    def space(self, shape: tuple[int, int, int], device: torch.device) -> DrawingSpace:
         if self.autoencoder is None:
             return Pixels(shape, self.card.channels)
         return DiffusersLatents(shape, self.autoencoder, device)
@@ -120,7 +120,7 @@ class LatentCoder:
                 module.set_processor(PlainAttention())
 
 
-class DiffusersLatents(MapSpace):
+class DiffusersLatents(DrawingSpace):
     """Latents of an autoencoder of diffusers: the mean of their distribution, in the units of the network."""
 
     limit = float("inf")

@@ -22,7 +22,7 @@ from sfumato.features.public_autoencoder import latent_shape, load_autoencoder
 from sfumato.features.weights import SAFETENSORS, check_fit, read_card, read_state, save_with_card, sha256_of
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import state_below
-from sfumato.priors.map_space import MapSpace, Pixels, PublicAutoencoderMaps
+from sfumato.priors.latent_space import DrawingSpace, Pixels, PublicAutoencoderMaps
 
 FORMAT = "sfumato-prior-1"
 FILE = "prior.safetensors"  # in the folder that `train_prior` writes
@@ -89,7 +89,7 @@ class PriorCard:
         """Return the embedding on which the network is conditioned, not fitted yet."""
         return ImageEmbedding(embedded_shape(self.shape, encoder), encoder, device)
 
-    def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
+    def space(self, shape: tuple[int, int, int], device: torch.device) -> DrawingSpace:
         """Return what the network draws for images of `shape`."""
         if not self.autoencoder:
             return Pixels(shape, self.channels)
@@ -139,7 +139,7 @@ class Prior:
         card = self.card
         return {"name": card.autoencoder, "sha256": list(card.autoencoder_sha256)} if card.autoencoder else {}
 
-    def space(self, shape: tuple[int, int, int], device: torch.device) -> MapSpace:
+    def space(self, shape: tuple[int, int, int], device: torch.device) -> DrawingSpace:
         """Return what the network draws for images of `shape`: pixels, or the maps of an autoencoder."""
         return self.card.space(shape, device)
 

@@ -30,7 +30,7 @@ from sfumato.certificate.statement import rounded_up
 from sfumato.data import DataError
 from sfumato.privacy import BudgetExceeded, LedgerError
 from sfumato.web.allowed_folders import AllowedFolders
-from sfumato.web.guard import CSRF_FIELD, HEADERS, Door, GuardMiddleware, posted
+from sfumato.web.authentication import CSRF_FIELD, HEADERS, GuardMiddleware, Sessions, posted
 from sfumato.web.plan_chart import describe
 from sfumato.web.run_form import DEFAULTS, Previews, choices, read_form
 from sfumato.web.runs import FINISHED, RUNNING, RunStore, WebRun
@@ -45,14 +45,14 @@ CHECKS_AT_ONCE = 2
 class Pages:
     """The endpoints of the web interface.
 
-    - door: tokens and sessions.
+    - sessions: tokens and sessions.
     - folders: folders that may be read.
     - runs: runs of this server.
     - cookie: name of the session's cookie.
     """
 
-    def __init__(self, door: Door, folders: AllowedFolders, runs: RunStore, cookie: str) -> None:
-        self.door, self.folders, self.runs, self.cookie = door, folders, runs, cookie
+    def __init__(self, sessions: Sessions, folders: AllowedFolders, runs: RunStore, cookie: str) -> None:
+        self.sessions, self.folders, self.runs, self.cookie = sessions, folders, runs, cookie
         self._previews = Previews(folders)
         self._checks = 0
 
@@ -91,7 +91,7 @@ class Pages:
     async def enter(self, request: Request) -> Response:
         """Exchange a token for a cookie."""
         async with request.form(max_files=0, max_fields=2, max_part_size=1000) as form:
-            secret = self.door.enter(str(form.get("token", "")).strip())
+            secret = self.sessions.enter(str(form.get("token", "")).strip())
         if secret is None:
             return self._page(request, "enter.html.j2", status=403, used=True)
         response = RedirectResponse("/", status_code=303)
@@ -100,7 +100,7 @@ class Pages:
 
     async def invite(self, request: Request, form: FormData) -> Response:  # noqa: ARG002
         """Make a link for one more person."""
-        link = f"{request.url.scheme}://{request.headers['host']}/enter#{self.door.new_token()}"
+        link = f"{request.url.scheme}://{request.headers['host']}/enter#{self.sessions.new_token()}"
         return self._page(request, "invite.html.j2", link=link)
 
     # -- planning and starting ----------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Pages:
         return self._page(request, "message.html.j2", status=status, headers=HEADERS, text=text)
 
 
-def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: int = 2) -> tuple[Starlette, Door]:
+def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: int = 2) -> tuple[Starlette, Sessions]:
     """Return the application and its store of tokens and sessions.
 
     - root: folder below which data may be chosen.
@@ -303,15 +303,15 @@ def create_app(root: Path, runs: Path, *, hosts: list[str], port: int, limit: in
     - port: part of the cookie's name.
     - limit: runs at a time.
     """
-    door, folders = Door(), AllowedFolders(root, runs)
+    sessions, folders = Sessions(), AllowedFolders(root, runs)
     cookie = f"sfumato-{port}"
-    pages = Pages(door, folders, RunStore(runs, limit), cookie)
+    pages = Pages(sessions, folders, RunStore(runs, limit), cookie)
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: pages.explain, Exception: pages.explain}
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        Middleware(GuardMiddleware, door=door, cookie=cookie, refuse=pages.refuse),
+        Middleware(GuardMiddleware, sessions=sessions, cookie=cookie, refuse=pages.refuse),
     ]
-    return Starlette(routes=pages.routes(), middleware=middleware, exception_handlers=handlers), door
+    return Starlette(routes=pages.routes(), middleware=middleware, exception_handlers=handlers), sessions
 
 
 def serve(
@@ -343,8 +343,8 @@ def serve(
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     hosts = list(dict.fromkeys([shown, "127.0.0.1", "localhost", *(names or [])]))
-    app, door = create_app(root, runs, hosts=hosts, port=port, limit=limit)
-    announce(f"http://{shown}:{port}/enter#{door.new_token()}")
+    app, sessions = create_app(root, runs, hosts=hosts, port=port, limit=limit)
+    announce(f"http://{shown}:{port}/enter#{sessions.new_token()}")
     config = uvicorn.Config(
         app,
         log_level="warning",

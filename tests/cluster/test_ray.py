@@ -289,7 +289,7 @@ def test_one_and_seven_workers_give_the_same_bytes(
 def test_the_end_of_workers_is_not_taken_for_a_fault_of_machines(name: str) -> None:
     """An image may cause it, by the memory that it takes: the run is then void, which a `ShardError` would not do."""
     errors = pytest.importorskip("ray").exceptions
-    with pytest.raises(WorkersDied), ray_cluster._in_words():
+    with pytest.raises(WorkersDied), ray_cluster._translate_ray_errors():
         raise getattr(errors, name)("")
 
 

@@ -95,7 +95,7 @@ def test_shards_in_an_object_store(shards: Path, digits: ImageSet, pattern: str)
 
 
 def test_parquet_and_folders_and_hugging_face(digits: ImageSet, tmp_path: Path) -> None:
-    from sfumato.data.objects import to_hugging_face
+    from sfumato.data.python_datasets import to_hugging_face
 
     (tmp_path / "parquet").mkdir()
     for number in range(3):

@@ -20,7 +20,7 @@ from sfumato.methods.prior_painter import PainterTraining, PrivateLoss
 from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.score import ScoreNetwork, denoising_loss
 from sfumato.priors import load_prior, save_prior
-from sfumato.priors.map_space import Pixels
+from sfumato.priors.latent_space import Pixels
 from sfumato.testing import build
 
 PRIOR = Path(__file__).parents[1] / "priors" / "conditioned.safetensors"  # 8 px, grey, random weights

@@ -25,7 +25,7 @@ from sfumato.features.weights import save_with_card
 from sfumato.nets.score import LABELS, ScoreNetwork
 from sfumato.nets.unet import AttentionBlock
 from sfumato.priors import Prior, PriorCard, list_priors, load_prior, save_prior
-from sfumato.priors.map_space import Pixels
+from sfumato.priors.latent_space import Pixels
 from sfumato.priors.prior import FILE, FORMAT, SHIPPED
 
 ENTRY, LAST_BIAS = "unet.entry.weight", "unet.last.2.bias"

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from sfumato.data import ImageSet, save_images
 from sfumato.data.folders import RUNS_FOLDER
-from sfumato.web.guard import Door
+from sfumato.web.authentication import Sessions
 from sfumato.web.server import create_app
 
 ORIGIN = "http://127.0.0.1:8765"
@@ -19,9 +19,9 @@ ORIGIN = "http://127.0.0.1:8765"
 class Person:
     """Somebody who was let in: a client with a session, and the token of its forms."""
 
-    def __init__(self, client: TestClient, door: Door) -> None:
+    def __init__(self, client: TestClient, sessions: Sessions) -> None:
         self.client = client
-        answer = client.post("/enter", data={"token": door.new_token()})
+        answer = client.post("/enter", data={"token": sessions.new_token()})
         assert answer.status_code == 303, answer.text
         found = re.search(r'name="csrf" value="([^"]+)"', client.get("/").text)
         assert found is not None
@@ -46,14 +46,14 @@ class Served:
     def __init__(self, root: Path, runs: Path | None = None, **options) -> None:
         runs = root / RUNS_FOLDER if runs is None else runs
         self.root, self.runs = root, runs
-        self.app, self.door = create_app(root, runs, hosts=["127.0.0.1"], port=8765, **options)
+        self.app, self.sessions = create_app(root, runs, hosts=["127.0.0.1"], port=8765, **options)
 
     def client(self) -> TestClient:
         """Return a browser that is not let in yet."""
         return TestClient(self.app, base_url=ORIGIN, headers={"origin": ORIGIN}, follow_redirects=False)
 
     def person(self) -> Person:
-        return Person(self.client(), self.door)
+        return Person(self.client(), self.sessions)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import re
 import pytest
 from starlette.routing import Route
 
-from sfumato.web import guard
+from sfumato.web import authentication
 
 SECRET_PAGES = ["/", "/new?folder=ward/scans", "/plan?folder=ward/scans", "/runs/x", "/verify", "/runs/x/all.zip"]
 
@@ -21,7 +21,7 @@ def test_a_stranger_sees_nothing(served, path):
 
 
 def test_a_token_works_once_and_a_cookie_is_strict(served):
-    token = served.door.new_token()
+    token = served.sessions.new_token()
     answer = served.client().post("/enter", data={"token": token})
     assert answer.status_code == 303
     cookie = answer.headers["set-cookie"]
@@ -39,8 +39,8 @@ def test_a_token_works_once_and_a_cookie_is_strict(served):
 def test_a_session_ends(served, monkeypatch):
     person = served.person()
     assert person.client.get("/").status_code == 200
-    now = guard.time.monotonic()
-    monkeypatch.setattr(guard.time, "monotonic", lambda: now + guard.SESSION_SECONDS + 1)
+    now = authentication.time.monotonic()
+    monkeypatch.setattr(authentication.time, "monotonic", lambda: now + authentication.SESSION_SECONDS + 1)
     assert person.client.get("/").status_code == 403
 
 

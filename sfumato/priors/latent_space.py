@@ -18,7 +18,7 @@ Shape = tuple[int, int, int]
 IMAGES_PER_BATCH = 32  # of an autoencoder
 
 
-class MapSpace(ABC):
+class DrawingSpace(ABC):
     """Convert images [N, C, H, W] in [-1, 1] to what a network draws, and back.
 
     - shape: of images.
@@ -44,7 +44,7 @@ class MapSpace(ABC):
         """Return images of maps."""
 
 
-class Pixels(MapSpace):
+class Pixels(DrawingSpace):
     """No autoencoder: maps are images with the channels of the prior.
 
     A grey image has three equal channels for a prior of colour images, whose noise differs from channel to channel: a
@@ -64,7 +64,7 @@ class Pixels(MapSpace):
         return with_channels(maps, self.shape[0])
 
 
-class PublicAutoencoderMaps(MapSpace):
+class PublicAutoencoderMaps(DrawingSpace):
     """The maps of TAEF2 (`features/public_autoencoder.py`): 32 channels, an eighth of the side."""
 
     limit = CLAMP / ENCODER_SCALE  # the decoder clamps there

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 SPECIFICATIONS = "_in_spec", "_out_spec"  # how nested arguments and results are flattened
 
 
-class TravelledGraph:
+class UnpickledGraph:
     """A traced graph on a worker.
 
     - source: function `forward` of the graph. names: what it refers to. constants: tensors and specifications by name.
@@ -46,7 +46,7 @@ def pack(function: Any) -> tuple[bytes, list[Tensor]]:
             constants |= {name for name in SPECIFICATIONS if hasattr(item, name)}
             held = {name: getattr(item, name) for name in constants}
             tensors.extend(each for each in held.values() if isinstance(each, Tensor))
-            return TravelledGraph, (code.src, code.globals, held)
+            return UnpickledGraph, (code.src, code.globals, held)
 
     target = io.BytesIO()
     Pickler(target).dump(function)

@@ -48,7 +48,7 @@ class Session:
     ends: float = field(default_factory=lambda: time.monotonic() + SESSION_SECONDS)
 
 
-class Door:
+class Sessions:
     """Store unused one-time tokens and open sessions, as hashes only."""
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ def _hash(secret: str) -> str:
 class GuardMiddleware:
     """Refuse requests without a session and those that come from other sites; set headers of every response.
 
-    - door: the sessions.
+    - sessions: of the browsers.
     - cookie: name of the cookie.
     - refuse: returns the page for a request without a session.
     """
 
-    def __init__(self, app: ASGIApp, door: Door, cookie: str, refuse: Callable[[Request], Response]) -> None:
-        self._app, self._door, self._cookie, self._refuse = app, door, cookie, refuse
+    def __init__(self, app: ASGIApp, sessions: Sessions, cookie: str, refuse: Callable[[Request], Response]) -> None:
+        self._app, self._store, self._cookie, self._refuse = app, sessions, cookie, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -107,7 +107,7 @@ class GuardMiddleware:
             await send(message)
 
         request = Request(scope)
-        session = self._door.session(request.cookies.get(self._cookie))
+        session = self._store.session(request.cookies.get(self._cookie))
         scope["session"] = session
         if request.method not in SAFE_METHODS and not _same_origin(request):
             response = Response("The request comes from another site.", status_code=403, media_type="text/plain")

@@ -18,7 +18,7 @@ from sfumato.methods.teacher import TeacherSettings
 from sfumato.nets.score import ScoreNetwork
 from sfumato.priors import Prior, denoising, load_prior, prior, train_prior
 from sfumato.priors.denoising import PriorTraining, PublicBatches, draw_images
-from sfumato.priors.map_space import PublicAutoencoderMaps
+from sfumato.priors.latent_space import PublicAutoencoderMaps
 from sfumato.testing import build
 
 CPU = torch.device("cpu")
