@@ -17,6 +17,7 @@ Query = Mapping[str, Any]  # the table and fields of rows that match; "measure" 
 DATA = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 FACES = {"celeba": "CelebA by gender, 32 px", "celeba64": "CelebA, 64 px", "celeba256": "CelebA, 256 px"}
 SCANS = {"mednist": "MedNIST, 32 px", "brain_mri64": "Brain MRI, 64 px", "brain_mri256": "Brain MRI, 256 px"}
+BEFORE = " after "  # in names of jobs: with a prior after fewer images of training
 EVERY = {**DATA, **FACES, **SCANS}
 EPSILONS = (0.2, 1.0, 10.0)
 METHODS = ("atelier", "dp-kernel", "dp-lflow", "pge", "dp-mepf", "dp-merf", "ndpdc", "ldpdc")
@@ -176,15 +177,23 @@ def persons() -> str:
     return f"{markdown(['', 'ε', 'accuracy'], lines)}\n\n{source(note, 'persons')}"
 
 
-def priors() -> str:
-    """Return the table of methods with a prior, beside atelier without one."""
+def priors(*, earlier: bool = False) -> str:
+    """Return the table of methods with a prior, beside atelier without one.
+
+    - earlier: the rows of priors before the one that is part of the package. The others have them only where there is
+      nothing newer.
+    """
     titles = {**by_measure(CONVOLUTIONAL), "teacher": {"measure": "teacher"}, "Fréchet distance": {"measure": DISTANCE}}
     titles |= {"precision / recall": {"measure": (PRECISION, RECALL)}, "FID": {"measure": "fid"}}
     found: dict[str, Query] = {}
     budgets = {**by_epsilon((*EPSILONS[1:], "inf")), "real images": {"epsilon": None}}
     for (name, title), (budget, query) in product(EVERY.items(), budgets.items()):
         at, where = {"data": name, **query}, f"{title}, {budget}"
-        own = [row for row in table("priors")["rows"] if row["data"] == name and row["epsilon"] == query["epsilon"]]
+        measured = [
+            row for row in table("priors")["rows"] if row["data"] == name and row["epsilon"] == query["epsilon"]
+        ]
+        before, now = ([row for row in measured if (BEFORE in row["job"]) is wanted] for wanted in (True, False))
+        own = before if earlier else now if any("sample" not in row and row["method"] for row in now) else measured
         if own and query["epsilon"] in EPSILONS:
             found[f"{where}: `atelier`, no prior"] = {"table": "atelier", "job": "default", "method": "atelier", **at}
         for row in own:
@@ -618,6 +627,7 @@ LAYOUTS: dict[str, Callable[[], str]] = {
     "persons": persons,
     "photographs": photographs,
     "priors": priors,
+    "priors-earlier": partial(priors, earlier=True),
     "private-evolution": private_evolution,
     "pge": pge,
     "pge-samplers": partial(
