@@ -1,15 +1,16 @@
 """The embedding painter: a prior that is conditioned on embeddings of a private class.
 
 The network of such a prior is conditioned on an embedding of the image to be made (`features/embedding.py`): it has
-learned from public images what an image with this embedding looks like. So the private images have to say only how
-their embeddings are distributed:
+learned from public images what an image with this embedding looks like. Only the distribution of the embeddings is
+learned from private images:
 
 1. Ask for noisy sums of first and second moments of each class; a Gaussian distribution for each class follows
    (`features/class_gaussians.py`).
-2. Draw embeddings from it, and images with these embeddings.
-3. Correct, free of charge: the network follows an embedding in part only. The class means that it is conditioned on
-   are moved until the embeddings of its images have the class means of the private ones.
-4. Optional: train the network by DP-SGD on private images and their embeddings, so that it learns their look.
+2. Optional: train the network by DP-SGD on private images and their embeddings, to learn their look.
+3. Draw embeddings from the class Gaussians, and images with these embeddings.
+4. Correct, at no privacy cost: the network follows an embedding only in part. In each of `rounds` rounds the class
+   means that it is conditioned on move by `CORRECTION` of the difference between the wanted class means and those of
+   its images. Skipped where a round would draw fewer than `MIN_IMAGES_PER_CLASS` images of a class.
 
 Released: the moments, once; at each of `steps` steps a noisy sum of clipped per-example gradients.
 Public: the prior and its encoder, named in the certificate with what they were trained on.
@@ -37,7 +38,7 @@ from sfumato.priors.latent_space import DrawingSpace
 from sfumato.privacy import Release
 
 NO_GRADIENTS_NOTE = "without private gradients (steps=0) the images keep the look of the prior's; a GPU is advised"
-CORRECTION_IMAGES, LEAST_PER_CLASS = 10_000, 100  # drawn in a round of the correction; fewer would add noise
+CORRECTION_IMAGES, MIN_IMAGES_PER_CLASS = 10_000, 100  # drawn in a round of the correction; fewer would add noise
 CORRECTION = 0.7  # part of the difference of means by which a round corrects
 
 
@@ -77,7 +78,14 @@ class EmbeddingPainter(PriorPainter):
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
 
     def unused(self) -> tuple[str, ...]:
-        return CURRICULUM_FIELDS
+        return CURRICULUM_FIELDS if self._corrected_images else (*CURRICULUM_FIELDS, "rounds", "pool")
+
+    @property
+    def _corrected_images(self) -> int:
+        """Return how many images a round of the correction draws; 0: it is skipped."""
+        count = min(self.settings.pool, CORRECTION_IMAGES)
+        enough = self.settings.rounds and count >= MIN_IMAGES_PER_CLASS * len(self.public.classes)
+        return count if enough else 0
 
     def moments(self, share: float) -> list[Release]:
         return [Release("moments", weight=share**-0.5)]
@@ -98,16 +106,16 @@ class EmbeddingPainter(PriorPainter):
         checkpoints: Checkpoints,
         teacher: EmbeddingTeacher | None = None,  # noqa: ARG002
     ) -> ConditionedGenerator:
-        found = self._gaussians(embedded, embedding, counts, checkpoints)
-        made = self.new_generator()
+        gaussians = self._gaussians(embedded, embedding, counts, checkpoints)
+        generator = self.new_generator()
         loss = PrivateLoss(self.space.maps, self.settings.level_centre, embedding.condition_width)
         records = vault.map(Records(embedding, self.space)) if self.steps else vault
-        network = self.train_privately(records, made.network, counts, checkpoints, loss).eval()
-        made.network = network
-        made.means.copy_(found.means)
-        made.roots.copy_(found.roots)
-        self._correct(made, embedding, checkpoints)
-        return made
+        network = self.train_privately(records, generator.network, counts, checkpoints, loss).eval()
+        generator.network = network
+        generator.means.copy_(gaussians.means)
+        generator.roots.copy_(gaussians.roots)
+        self._correct(generator, embedding, checkpoints)
+        return generator
 
     def _gaussians(
         self, embedded: GradientVault, embedding: ImageEmbedding, counts: torch.Tensor, checkpoints: Checkpoints
@@ -120,12 +128,11 @@ class EmbeddingPainter(PriorPainter):
         return ClassGaussians.of(sums, counts, embedded.plan["moments"].noise, embedding.spread)
 
     def _correct(self, made: ConditionedGenerator, embedding: ImageEmbedding, checkpoints: Checkpoints) -> None:
-        """Move the class means of the conditions until the images have the means of the private ones."""
+        """Move the class means of the conditions so that the images come closer to the means of the private ones."""
         wanted, classes = made.means.clone(), len(made.means)
-        count = min(self.settings.pool, CORRECTION_IMAGES)
-        if count < LEAST_PER_CLASS * classes:
+        if not self._corrected_images:
             return
-        labels = even_labels(classes, count, self.device)
+        labels = even_labels(classes, self._corrected_images, self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for _ in checkpoints.loop("correction", self.settings.rounds, means=made.means, random=generator):
             parts = labels.split(gpu_sample_batch(self.drawn_shape))

@@ -51,7 +51,7 @@ def painter_for(images: ImageSet, **settings: Any) -> EmbeddingPainter:
 @pytest.fixture
 def corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few images of a class are enough for a correction."""
-    monkeypatch.setattr(module, "LEAST_PER_CLASS", 10)
+    monkeypatch.setattr(module, "MIN_IMAGES_PER_CLASS", 10)
 
 
 @pytest.mark.usefixtures("corrected")
@@ -237,6 +237,16 @@ def test_too_few_images_of_a_class_correct_nothing(few_digits: ImageSet) -> None
         made = painter.new_generator()
         painter._correct(made, painter.new_embedding(), Loop())  # type: ignore[arg-type]
         assert bool(made.means.any()) == changed
+
+
+def test_a_plan_lists_the_settings_of_the_correction_only_where_there_is_one(few_digits: ImageSet) -> None:
+    """Four classes with 100 images each, at least."""
+    settings = {"adaptation.rounds", "adaptation.pool"}
+    skipped = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=399)).in_use()
+    drawn = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=400)).in_use()
+    assert all(skipped[name] is None for name in settings)
+    assert drawn["adaptation.pool"] is not None
+    assert "adaptation.rounds" not in drawn
 
 
 @pytest.mark.usefixtures("corrected")
