@@ -75,7 +75,7 @@ def test_every_form_of_dp_diffusion_is_sound(settings: dict[str, Any], fewer_dig
 def test_atelier_with_a_prior_is_sound(
     settings: dict[str, Any], fewer_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
+    monkeypatch.setattr("sfumato.methods.embedding_painter.MIN_IMAGES_PER_CLASS", 1)  # images, for a correction
     prior = {**QUICK["dp-diffusion"], "teacher": TeacherSettings(steps=2), **settings}
     check_synthesizer(lambda **params: build("atelier", **{"device": "cpu", **prior, **params}), fewer_digits)
 

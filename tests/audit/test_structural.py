@@ -60,7 +60,7 @@ def test_every_certified_method_passes(key: str) -> None:
 
 @pytest.fixture(params=["tiny", "conditioned"])
 def atelier_with_a_prior(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
+    monkeypatch.setattr("sfumato.methods.embedding_painter.MIN_IMAGES_PER_CLASS", 1)  # images, for a correction
     return small("atelier", prior=str(PRIORS / f"{request.param}.safetensors"))
 
 

@@ -379,6 +379,7 @@ def test_a_killed_driver_loses_no_charge_and_leaves_no_sum(
     assert sfumato.verify(folder / "certificate.json")
 
 
+@pytest.mark.slow
 def test_runs_of_a_comparison_are_spread_over_workers(digits: ImageSet, cluster: Any, tmp_path: Path) -> None:
     """Private images: each run is charged to the budget of the data set once, also when the sweep is made again."""
     quick = {"features": 60, "steps": 3, "batch_size": 20, "device": "cpu"}

@@ -226,7 +226,7 @@ def test_atelier_with_a_conditioned_prior_goes_on_from_each_stage(
 ) -> None:
     """Stopped after the first state of a stage: in the middle of it, if there are more."""
     key = "atelier with a conditioned prior"
-    monkeypatch.setattr("sfumato.methods.embedding_painter.LEAST_PER_CLASS", 1)  # images, for a correction
+    monkeypatch.setattr("sfumato.methods.embedding_painter.MIN_IMAGES_PER_CLASS", 1)  # images, for a correction
     interrupter = Interrupter(monkeypatch)
     interrupter.begin(None)
     whole = small(key).fit(fewer_digits, run_dir=tmp_path / "whole")
