@@ -23,7 +23,7 @@ from sfumato.data.atomic import replacing, write_json
 from sfumato.methods.base import Synthesizer
 from sfumato.methods.checkpoints import started
 from sfumato.methods.registry import create, method_type
-from sfumato.privacy import BudgetExceeded, LedgerError, Plan
+from sfumato.privacy import BudgetExceeded, LedgerError, Plan, RedactedError
 from sfumato.report import read_run, write_report
 from sfumato.report.charts import standalone
 from sfumato.report.page import comparison
@@ -148,7 +148,7 @@ def _run_cell(cell: Cell, *, images: ImageSet, test: ImageSet, **options: Any) -
             return "already there", None
         result = synthesize(model, images, cell.folder, test=test, resume=started(cell.folder), **options)
         return str(result.accuracy if result.accuracy is not None else "done"), None
-    except (DataError, BudgetExceeded, LedgerError, ValueError) as error:
+    except (DataError, BudgetExceeded, LedgerError, RedactedError, ValueError) as error:
         return f"failed: {error}", str(error)
 
 

@@ -39,7 +39,10 @@ class ClusterVault(GradientVault):
     """
 
     def _take(self, records: ShardedImages, most: int) -> None:
-        """Number the units. Guarantee: as in `PrivateRecords._set_units`, over all shards together."""
+        """Number the units. Guarantee: as in `PrivateRecords._set_units`, over all shards together.
+
+        Images that were in memory are sent to the cluster now: no query does, whose failure would depend on them.
+        """
         count, persons = len(records), records.persons
         self._executor, self._labels, self._cap, self._units = records.executor, None, 1, count
         owned: tuple[Tensor, ...] = ()
@@ -59,6 +62,7 @@ class ClusterVault(GradientVault):
                 )
                 self._entries.append(replace(entry, first=begin, **own))
             begin += entry.records
+        self._executor.hold(self._entries)  # what does not fit is refused here, before the ledger is open
         self._images: Any = RemoteRecords(torch.Size((count, *records.shape)))
 
     def unprotected(self, reason: str) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,10 @@ class Executor(Protocol):
         """Return how many workers there are."""
         ...
 
+    def hold(self, entries: Sequence[Entry]) -> None:
+        """Make room for these entries before anything is charged: the room they need depends on the images."""
+        ...
+
     def load(self, entries: Sequence[Entry]) -> Iterator[Loaded | Failure]: ...
 
     def total(self, task: Task, entries: Sequence[Entry]) -> Iterator[Partial | Failure]: ...
@@ -46,6 +50,9 @@ class InProcess:
 
     def __init__(self) -> None:
         self._worker = Worker()
+
+    def hold(self, entries: Sequence[Entry]) -> None:  # they are in this process
+        pass
 
     def load(self, entries: Sequence[Entry]) -> Iterator[Loaded | Failure]:
         return (self._worker.load(entry) for entry in entries)

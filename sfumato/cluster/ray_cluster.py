@@ -45,7 +45,7 @@ from sfumato.threads import usable_cores
 RETRIES = 8  # of a call that ended its worker; workers are started again without limit
 PENDING_CALLS = 2  # calls of `compute` that wait for each worker: their arguments are in the object store
 STARTUP_TIMEOUT = 300  # seconds until all workers run: they import PyTorch, and a cluster may have to start machines
-STDERR = 2
+STDOUT, STDERR = 1, 2
 CONNECTING = 20  # seconds until a cluster must have answered
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -111,6 +111,11 @@ class RayCluster:
         """Return the process of each worker."""
         found: list[int] = self._ray.get([actor.pid.remote() for actor in self._actors])
         return found
+
+    def hold(self, entries: Sequence[Entry]) -> None:
+        with _translate_ray_errors():
+            for entry in entries:
+                self._reference(entry)
 
     def load(self, entries: Sequence[Entry]) -> Iterator[Loaded | Failure]:
         return self._each(entries, lambda actor, entry: actor.load.remote(entry))
@@ -205,10 +210,10 @@ class RayCluster:
     def _reference(self, entry: Entry) -> Any:
         """Return the entry in the object store, where it is put once."""
         key = entry.owner, entry.number
-        known = self._entries.get(key)
-        if known is None or known[0] is not entry:
-            known = self._entries[key] = entry, self._ray.put(entry)
-        return known[1]
+        if key not in self._entries or self._entries[key][0] is not entry:
+            self._entries.pop(key, None)  # first, so that the store never holds the images twice
+            self._entries[key] = entry, self._ray.put(entry)
+        return self._entries[key][1]
 
     def _pack(self, function: Any) -> Any:
         """Return a pickled function or graph; the same object is pickled once, until one of its tensors changes."""
@@ -230,19 +235,21 @@ class RayCluster:
 
 class _Actor(Worker):
     """A worker as an actor: graphs arrive pickled. It computes in one thread, so that the number of workers, which
-    share the cores of a machine, changes no rounding. It leaves no warning in Ray's log files, and no core dump.
+    share the cores of a machine, changes no rounding. It prints nothing: that would be in Ray's log files, and
+    libraries of image formats print what is wrong with a file. It asks for no core dump.
     """
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
         torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        _print_nothing()
+        forbid_core_dumps()
 
     def pid(self) -> int:
         return os.getpid()
 
     def compute(self, function: bytes, *arguments: Any) -> Any:
+        self.check_code()
         return self.unpack(function)(*arguments)
 
     def total(self, task: Task, entry: Entry) -> Partial | Failure:
@@ -281,6 +288,20 @@ def warn_about_security(address: str) -> None:
         warnings.warn(DataWarning(f"{what}. See docs/cluster.md"), stacklevel=5)
 
 
+def forbid_core_dumps() -> None:
+    """Set the limit on the size of this process's core dumps to 0. The hard limit stays."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _print_nothing() -> None:
+    """Discard what this process prints from now on, compiled code included."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with open(os.devnull, "w") as nothing:
+        for number in (STDOUT, STDERR):
+            os.dup2(nothing.fileno(), number)
+
+
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Hide what Ray's compiled code prints while it connects, such as each attempt with a wrong token."""
@@ -296,7 +317,7 @@ def _silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _translate_ray_errors(withheld: bool = True) -> Iterator[None]:
-    """Replace errors of Ray by `ShardError`, `DataError` or `WorkersDied`. They depend on machines, not on images.
+    """Replace errors of Ray by `ShardError` or `DataError`, which depend on machines, or by `WorkersDied`.
 
     - withheld: hide the errors of our own code, whose messages could contain pixel values; default True.
     """

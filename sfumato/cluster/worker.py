@@ -34,6 +34,9 @@ from sfumato.privacy.records import Query
 MAX_EXACT_INTEGER = 2**53  # float64 represents integers up to this
 
 
+OTHER_PROGRAM = "a worker has another version of sfumato, Python, torch, numpy or Pillow than the driver"
+
+
 class ShardError(DataError):
     """A query stopped for a reason that does not depend on an image: a shard or a machine is gone. Charges stand."""
 
@@ -208,6 +211,11 @@ class Worker:
                 self._unpacked.clear()
                 self._spool = Spool()
 
+    def check_code(self) -> None:
+        """Raise `DataError` if the driver runs another program."""
+        if not self._same_code:
+            raise DataError(OTHER_PROGRAM)
+
     def unpack(self, packed: bytes) -> Any:
         """Return an unpickled object; the same bytes are unpickled once."""
         identity = hashlib.sha256(packed).hexdigest()
@@ -262,11 +270,7 @@ class Worker:
         Messages leave the worker when it loads. After that, `MissingShard` names the shard, and no file in it.
         """
         if not self._same_code:
-            return Failure(
-                entry.number,
-                "OtherProgram",
-                "a worker has another version of sfumato, Python, torch, numpy or Pillow than the driver",
-            )
+            return Failure(entry.number, "OtherProgram", OTHER_PROGRAM)
         try:
             flags = {"benchmark": False, "deterministic": True, "allow_tf32": torch.backends.cudnn.allow_tf32}
             with (  # as in `Vault`

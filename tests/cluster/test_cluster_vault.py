@@ -19,7 +19,7 @@ from sfumato.cluster import ClusterVault, open_shards
 from sfumato.cluster.executors import InProcess
 from sfumato.cluster.shard_records import ShardRecords, keyed_generator, keyed_uniforms
 from sfumato.cluster.worker import Entry, Partial, ShardError, Task, Worker, code_digest
-from sfumato.data import ImageSet
+from sfumato.data import DataError, ImageSet
 from sfumato.data import shards as shards_module
 from sfumato.engine import GradientVault
 from sfumato.privacy import Budget, Plan, Release
@@ -229,6 +229,8 @@ def test_a_worker_with_another_program_is_refused(digits: ImageSet) -> None:
     images.executor._worker = Worker("another digest")  # type: ignore[attr-defined]
     with pytest.raises(ShardError, match="another version of sfumato, Python, torch"):
         vault_of(images).counts()
+    with pytest.raises(DataError, match="another version of sfumato, Python, torch"):
+        images.executor._worker.check_code()  # type: ignore[attr-defined]  # as workers of Ray do before they compute
 
 
 @pytest.mark.parametrize("version", ["numpy.__version__", "PIL.__version__", "torch.__version__", "platform"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import warnings
@@ -18,16 +20,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import sfumato
 from sfumato import sweep
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.cluster import ClusterVault, connect, open_shards, ray_cluster
 from sfumato.cluster.ray_cluster import warn_about_security
-from sfumato.cluster.worker import ShardError, WorkersDied
+from sfumato.cluster.worker import Entry, ShardError, WorkersDied
 from sfumato.data import DataError, DataWarning, ImageSet
+from sfumato.privacy import Ledger
 from sfumato.privacy.vault import RedactedError
 from tests.cluster.conftest import make_answers, pixels, vault_of
 
@@ -121,9 +126,12 @@ def test_partials_of_real_workers_count_once(shards: Path, cluster: Any, monkeyp
     assert vault.ledger.void is None
 
 
-def test_workers_leave_nothing_in_the_log_files_of_ray(shards: Path, cluster: Any) -> None:
+def test_workers_leave_nothing_in_the_log_files_of_ray(shards: Path, cluster: Any, tmp_path: Path) -> None:
+    """Also not of libtiff, which prints to file descriptor 2 what is wrong with a file."""
     vault = vault_of(open_shards(shards, classes=10, cluster=cluster))
     make_answers()(vault)
+    with pytest.warns(DataWarning, match="left out"):
+        assert len(open_shards(broken_tiff(tmp_path), classes=2, cluster=cluster, on_error="skip")) == 11
     assert list(cluster.compute(warn, [("60 images",)])) == [0]
     folder = Path(cluster._ray._private.worker._global_node.get_session_dir_path()) / "logs"
     logs = [path for pid in cluster.pids() for path in folder.glob(f"worker-*-{pid}.*")]
@@ -132,10 +140,66 @@ def test_workers_leave_nothing_in_the_log_files_of_ray(shards: Path, cluster: An
     assert [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))] == []
 
 
+def broken_tiff(folder: Path) -> Path:
+    """Write a shard of twelve TIFF files, the sixth of which is truncated."""
+    with tarfile.open(folder / "w-0.tar", "w") as archive:
+        for number in range(12):
+            buffer = io.BytesIO()
+            Image.fromarray(np.full((8, 8), number, np.uint8)).save(buffer, "TIFF", compression="tiff_lzw")
+            content = buffer.getvalue()[: -30 if number == 5 else None]
+            label = json.dumps({"label": number % 2}).encode()
+            for suffix, data in (("tif", content), ("json", label)):
+                member = tarfile.TarInfo(f"{number:05}.{suffix}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    return folder
+
+
 def warn(text: str) -> int:
     """Warn, and return the limit on the size of a core dump."""
     warnings.warn(text, stacklevel=1)
     return resource.getrlimit(resource.RLIMIT_CORE)[0]
+
+
+def test_core_dumps_are_forbidden() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    if before[1] == 0:
+        pytest.skip("this process may not have core dumps")
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
+    try:
+        ray_cluster.forbid_core_dumps()
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_images_that_fill_the_store_are_refused_before_the_ledger_is_open(
+    digits: ImageSet, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query that failed for want of room would tell how many images there are, after a charge."""
+    images = open_shards(digits.subset(range(30)), cluster=cluster)
+    stored: list[Any] = []
+    put = cluster._ray.put
+
+    def counted(value: Any) -> Any:
+        stored.append(value)
+        return put(value)
+
+    monkeypatch.setattr(cluster._ray, "put", counted)
+    vault = vault_of(images)
+    assert any(isinstance(value, Entry) for value in stored)
+    stored.clear()
+    vault.counts()
+    assert not any(isinstance(value, Entry) for value in stored)
+
+    def full(value: Any) -> Any:
+        raise cluster._ray.exceptions.ObjectStoreFullError
+
+    monkeypatch.setattr(cluster._ray, "put", full)
+    ledger = Ledger()
+    with pytest.raises(ShardError, match="memory of the cluster is full"):
+        vault_of(images, ledger=ledger)
+    assert ledger.entries == []
 
 
 @pytest.mark.usefixtures("replayed")
