@@ -32,7 +32,10 @@ from sfumato.priors.denoising import CONDITION_DROPOUT, compiled_denoising_loss,
 from sfumato.priors.prior import embedded_shape
 from sfumato.privacy import Release
 
-CPU_NOTE = "without a GPU the preset adapts a prior with few steps, so it changes little; a GPU is advised"
+CPU_NOTE = (
+    "without a GPU this prior is fine-tuned by few steps, and its images may show no classes (docs/choosing.md): use a "
+    "GPU, a prior that is conditioned on embeddings (tiny-imagenet, or one of sfumato prior train), or no prior"
+)
 TEACHER_LOGIT_SCALE = 2.0  # factor on the logits by which the teacher weights images of the curriculum
 EMBEDDED_AT_ONCE, POOL_BATCH = 500, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
