@@ -17,7 +17,7 @@ from sfumato.evaluate import compare, summary
 QUICK = "--quick" in sys.argv
 METHODS = {
     "dp-merf": {"steps": 50 if QUICK else 1000},
-    "dp-mepf": {"encoder": "scattering", "steps": 20 if QUICK else 500},
+    "dp-mepf": {"encoder": "scattering", "steps": 2 if QUICK else 500},
     "dp-kernel": {"paths": 1, "steps": 5 if QUICK else 300},
 }
 out = Path(tempfile.mkdtemp(prefix="sfumato-compare-"))
@@ -27,7 +27,7 @@ test = sf.load_images("digits", split="test")  # public: whatever is measured on
 # 1. Fit and sample, with the same budget. In practice three such runs on the same images spend it three times.
 synthetic = {}
 for key, params in METHODS.items():
-    synthetic[key] = sf.create(key, epsilon=4.0, delta=1e-5, **params).fit(private).sample(500 if QUICK else 2000)
+    synthetic[key] = sf.create(key, epsilon=4.0, delta=1e-5, **params).fit(private).sample(100 if QUICK else 2000)
 
 # 2. Evaluate on public images only. `network=None` leaves out the distances in a feature network.
 metrics = compare(synthetic, test=test, network=None)

@@ -53,8 +53,8 @@ def test_every_method_is_sound(key: str, fewer_digits: ImageSet) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tune": "low-rank"},
         {"tune": "all", "curriculum": False},
+        pytest.param({"tune": "low-rank"}, marks=pytest.mark.slow),  # the same query, other parameters
         pytest.param({"steps": 0}, marks=pytest.mark.slow),  # the counts and means of the other forms, no gradients
     ],
     ids=str,
@@ -66,8 +66,8 @@ def test_every_form_of_dp_diffusion_is_sound(settings: dict[str, Any], fewer_dig
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prior": str(PRIOR)},
         {"prior": str(CONDITIONED)},
+        pytest.param({"prior": str(PRIOR)}, marks=pytest.mark.slow),  # the painter of dp-diffusion, with a teacher
         pytest.param({"prior": str(CONDITIONED), "steps": 0}, marks=pytest.mark.slow),  # the same, no gradients
     ],
     ids=str,

@@ -80,7 +80,7 @@ def test_the_sound_gradient_drowns_in_its_noise(few_digits: ImageSet) -> None:
         assert least <= cosine(slopes, true) <= most + 1e-9
 
 
-@pytest.mark.parametrize("form", ["gp", "nystrom"])
+@pytest.mark.parametrize("form", ["gp", pytest.param("nystrom", marks=pytest.mark.slow)])
 def test_the_other_forms_are_sound(form: str, fewer_digits: ImageSet) -> None:
     check_synthesizer(lambda **params: quick(form=form, **params), fewer_digits)
 

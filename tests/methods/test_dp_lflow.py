@@ -195,7 +195,7 @@ def test_parameters_are_checked() -> None:
             build(LatentFlow, **params)
 
 
-@pytest.mark.parametrize("variant", ["partitioned", "conditional"])
+@pytest.mark.parametrize("variant", ["partitioned", pytest.param("conditional", marks=pytest.mark.slow)])
 def test_it_learns_digits(variant: str, digits: ImageSet) -> None:
     sizes = {"code": 8, "width": 8, "couplings": 2, "hidden": 24}
     model = build(
@@ -263,7 +263,7 @@ def fixed(kind: Any = quick, **settings: Any) -> Any:
     return kind(**{"autoencoder": "procedural", **settings})
 
 
-@pytest.mark.parametrize("options", [{}, {"variant": "conditional"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"variant": "conditional"}, marks=pytest.mark.slow)])
 def test_a_procedural_autoencoder_is_sound(options: dict[str, Any], fewer_digits: ImageSet) -> None:
     check_synthesizer(lambda **params: fixed(**{"steps": 2, **options, **params}), fewer_digits)
 

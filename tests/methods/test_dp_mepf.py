@@ -352,7 +352,11 @@ def test_save_and_load(few_digits: ImageSet, encoder: str, tmp_path: Path) -> No
         quick(**settings).fit(few_digits, run_dir=tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize(("source", "loss"), [("scattering", "moving"), ("network", "square")], indirect=["source"])
+@pytest.mark.parametrize(
+    ("source", "loss"),
+    [pytest.param("scattering", "moving", marks=pytest.mark.slow), ("network", "square")],
+    indirect=["source"],
+)
 def test_it_learns_digits(source: str, loss: str) -> None:
     """Seconds of training at a moderate budget: a classifier taught by the samples knows real digits; chance is 10."""
     train, test = load_images("digits"), load_images("digits", split="test")

@@ -96,7 +96,7 @@ def test_maps_that_are_drawn_have_the_limit_of_the_decoder(folder: Path) -> None
     assert float(draw_images(*given, **bright).max()) == 1  # pixels
 
 
-@pytest.mark.parametrize("key", ["atelier", "dp-diffusion", "pge"])
+@pytest.mark.parametrize("key", [pytest.param("atelier", marks=pytest.mark.slow), "dp-diffusion", "pge"])
 def test_methods_with_a_prior_of_maps(key: str, large: ImageSet, folder: Path, tmp_path: Path) -> None:
     made = load_prior(folder)
     settings: dict[str, Any] = {"prior": str(folder), "steps": 2, "sampling_prob": 0.3, "device": "cpu"}
