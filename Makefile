@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Python compiles what is imported; compiling all of it would take half a minute. It keeps the result: the tests start
-# many processes, and each would compile PyTorch again where the environment forbids that.
+# Python keeps what it compiles: the tests start many processes, and each would compile PyTorch again where the
+# environment forbids that. pip compiles nothing; the second core compiles PyTorch while pip installs the rest.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -54,6 +54,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sfumato needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch setuptools
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy & \
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'; status=$$?; wait; exit $$status
 	$(PIP) --no-deps jax-privacy==2.0.0  # a test compares with its auditing.py, which needs no JAX
 	touch $(READY)

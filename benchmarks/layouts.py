@@ -276,16 +276,23 @@ def photographs() -> str:
     body = []
     for row in table("without-gpu")["rows"]:
         if row["job"].startswith("photographs"):
-            m, minutes = row["measured"], (row["fit_s"] / 60, row["sample_s"] / 60)
+            m, minutes = row["measured"], (row["fit_processor_s"] / 60, row["sample_processor_s"] / 60)
             figures = [f"{m[name]:.1f}" for name in ("small_cnn", "convnet", DISTANCE)]
             title = titles[row["params"].get("prior", row["method"])]
             body.append([title, *figures, *(f"{each:.1f}" for each in minutes)])
     if not body:
         return "Not measured yet: `python -m benchmarks without-gpu --job photographs`."
-    header = ["", "small CNN", "ConvNet", "Fréchet distance", "minutes of the fit", "minutes for 3,000 images"]
+    header = [
+        "",
+        "small CNN",
+        "ConvNet",
+        "Fréchet distance",
+        "fit, processor minutes",
+        "3,000 images, processor minutes",
+    ]
     note = (
         "CIFAR-10, ε = 1: 10,000 private images, 3,000 synthetic ones, 3,000 test images, one seed, presets for a CPU, "
-        "two cores that other programs used, too."
+        "one thread."
     )
     return f"{markdown(header, body)}\n\n{source(note, 'without-gpu', seeds=False)}"
 

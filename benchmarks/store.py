@@ -65,19 +65,25 @@ def append(table: str, rows: list[Row], head: Mapping[str, Any], folder: Path = 
 def merge(source: Path, folder: Path = RESULTS) -> list[str]:
     """Add the rows of the files in `source` that were measured elsewhere; return the names of the tables.
 
-    A row is left out where the table has one of the same job and seed with a measure that it has.
+    A row is left out where the table has the same row, or one of the same job and seed with a measure that it has.
     """
     tables = []
     for path in sorted(source.rglob("*.json")):
         found, have = json.loads(path.read_text()), load(path.stem, folder)["rows"]
         known: dict[tuple[Any, ...], set[str]] = {}
         for row in have:
-            known.setdefault(_identity(row), set()).update(row["measured"])
-        fresh = [row for row in found["rows"] if not known.get(_identity(row), set()) & row["measured"].keys()]
+            known.setdefault(_identity(row), set()).update(_measures(row))
+        there = [row in have or bool(known.get(_identity(row), set()) & _measures(row)) for row in found["rows"]]
+        fresh = [row for row, known_already in zip(found["rows"], there, strict=True) if not known_already]
         if fresh:
             append(path.stem, fresh, {key: found[key] for key in HEAD}, folder)
             tables.append(path.stem)
     return tables
+
+
+def _measures(row: Row) -> set[str]:
+    """Return the names of what was measured; rows of the audit have none."""
+    return set(row.get("measured", ()))
 
 
 def _identity(row: Row) -> tuple[Any, ...]:

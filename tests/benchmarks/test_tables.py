@@ -131,6 +131,16 @@ def test_speeds_of_two_devices_are_two_rows(tmp_path: Path) -> None:
     assert [each["device"] for each in load("speed-t", tmp_path / "all")["rows"]] == ["a", "b"]
 
 
+def test_rows_that_are_there_are_not_added_again(tmp_path: Path) -> None:
+    """Also rows of the audit, which have no field `measured`."""
+    rows: list[dict[str, Any]] = [{"job": "a", "seed": 0, "bound": 1.0}, {"job": "b", "seed": 0, "bound": 2.0}]
+    append("audit", rows[:1], HEAD, tmp_path / "own")
+    append("audit", rows, HEAD, tmp_path / "other")
+    assert merge(tmp_path / "other", tmp_path / "own") == ["audit"]
+    assert load("audit", tmp_path / "own")["rows"] == rows
+    assert merge(tmp_path / "other", tmp_path / "own") == []
+
+
 def test_a_known_data_set_is_loaded_by_name_even_if_the_folder_has_a_file_of_it(tmp_path: Path) -> None:
     for name in ("digits", "faces"):
         (tmp_path / f"{name}.npz").touch()

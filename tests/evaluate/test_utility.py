@@ -28,7 +28,10 @@ def test_classifiers_learn_real_digits(digits: ImageSet, test_digits: ImageSet) 
     assert downstream_accuracy(shuffled, test_digits).mean < 40
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+SLOW = pytest.mark.slow  # the residual blocks of resnet18, too
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "resnet9" else ()) for name in CLASSIFIERS])
 def test_every_classifier_learns(name: str, digits: ImageSet, test_digits: ImageSet) -> None:
     few, test = digits.subset(range(0, 1400, 2)), test_digits.subset(range(150))
     recipe = Recipe(epochs=2 if name in ("resnet18", "vgg11", "alexnet") else 6, batch_size=32)
