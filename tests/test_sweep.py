@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import sfumato as sf
 from sfumato import sweep
 from sfumato.certificate.dataset_budget import DatasetBudget
 from sfumato.data import ImageSet, save_images
+from sfumato.privacy import RedactedError
 from sfumato.privacy.accounting import bounds, tightest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds fewer than:sfumato.data.DataWarning")
@@ -102,6 +104,21 @@ def test_a_run_that_fails_does_not_stop_the_others(data: Path, held_out: Path, t
     found = json.loads(out)
     assert list(found["failed"]) == ["ldpdc, epsilon 500, seed 0"]
     assert [row["method"] for row in found["rows"]] == ["dp-merf"]
+
+
+def test_a_void_run_does_not_stop_the_others(digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def void(model: Any, images: ImageSet, folder: Path, **_: Any) -> Any:
+        if not lines:  # the first run
+            raise RedactedError("a computation on private images failed")
+        return SimpleNamespace(accuracy=None)
+
+    monkeypatch.setattr(sweep, "synthesize", void)
+    chosen = sweep.cells(tmp_path, ["dp-merf"], [1.0], 2, {"device": "cpu"}, {})
+    failed = sweep.run_cells(chosen, digits, digits, report=lines.append)
+    assert list(failed) == [chosen[0].name]
+    assert [line.partition(": ")[2] for line in lines] == ["failed: a computation on private images failed", "done"]
 
 
 def test_parameters_go_to_the_methods_that_have_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import sfumato as sf
-from sfumato.cluster import ClusterVault, open_shards
+from sfumato.cluster import ClusterVault, open_shards, ray_cluster
 from sfumato.cluster.executors import InProcess
 from sfumato.cluster.shard_records import ShardRecords, keyed_generator, keyed_uniforms
 from sfumato.cluster.worker import Entry, Partial, ShardError, Task, Worker, code_digest
@@ -230,7 +230,7 @@ def test_a_worker_with_another_program_is_refused(digits: ImageSet) -> None:
     with pytest.raises(ShardError, match="another version of sfumato, Python, torch"):
         vault_of(images).counts()
     with pytest.raises(DataError, match="another version of sfumato, Python, torch"):
-        images.executor._worker.check_code()  # type: ignore[attr-defined]  # as workers of Ray do before they compute
+        ray_cluster._Actor.compute(images.executor._worker, b"")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("version", ["numpy.__version__", "PIL.__version__", "torch.__version__", "platform"])
