@@ -1,30 +1,49 @@
 """Gaussian distributions of embedded images, one for each class, from noisy sums of first and second moments.
 
 A row z of norm at most one becomes the vector (a z, b zz') of norm at most one, where a² + b² = 1; the upper triangle
-of zz' is stored, with factor sqrt(2) off the diagonal, so that its norm is |z|². A noisy sum of these vectors over a
-class is all that is needed of the private images. The rest is post-processing:
+of zz' is stored, with factor sqrt(2) off the diagonal, so that its norm is |z|². Two noisy sums are all that is needed
+of the private images: of these vectors over each class (`moment_rows`), and of zz' over all images (`product_rows`),
+which has less noise for each image. The rest is post-processing:
 
+- Both sums give the covariance matrix within the classes. Their mean is weighted by the inverse of their variances.
 - Noise hides the small entries of a covariance matrix. They are filtered: an entry of the difference from an expected
   matrix is kept by its share of signal (Wiener), where signal is in proportion to the spread in both directions. For
-  the mean of all classes the spread of public images is expected; for each class, the mean of all.
+  the covariance within the classes the spread of public images is expected; for that of a class, the former, or that
+  of public images which resemble the class.
 - The trace is filtered likewise. What is indefinite loses its negative eigenvalues, and is scaled to that trace.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-FIRST_WEIGHT = 0.5  # a
+FIRST_WEIGHT = 0.58  # a
 TINY = 1e-30  # where all rows are equal
+LEAST_SPREAD = 1e-6  # relative to the largest eigenvalue, in a division by it
+# Means [classes, width], shares [classes] and the covariance within classes [width, width] to covariances expected.
+Expected = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def moment_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return first and second moments [N, moment_width] of rows [N, width] of norm at most one; their norm likewise."""
+    return torch.cat([FIRST_WEIGHT * rows, math.sqrt(1 - FIRST_WEIGHT**2) * product_rows(rows)], 1)
+
+
+def product_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return second moments of rows [N, width] of norm at most one; their norm likewise."""
     upper = torch.triu_indices(rows.shape[1], rows.shape[1], device=rows.device)
-    products = rows[:, upper[0]] * rows[:, upper[1]] * _factors(upper)
-    return torch.cat([FIRST_WEIGHT * rows, math.sqrt(1 - FIRST_WEIGHT**2) * products], 1)
+    return rows[:, upper[0]] * rows[:, upper[1]] * _factors(upper)
+
+
+def _matrices(products: torch.Tensor, width: int) -> torch.Tensor:
+    """Return symmetric matrices [N, width, width] of sums of `product_rows`."""
+    upper = torch.triu_indices(width, width, device=products.device)
+    found = products.new_zeros(len(products), width, width)
+    found[:, upper[0], upper[1]] = found[:, upper[1], upper[0]] = products / _factors(upper)
+    return found
 
 
 def _factors(upper: torch.Tensor) -> torch.Tensor:
@@ -38,32 +57,42 @@ class ClassGaussians:
         self.means, self.roots = means, roots
 
     @classmethod
-    def of(cls, sums: torch.Tensor, counts: torch.Tensor, noise: float, spread: torch.Tensor) -> ClassGaussians:
-        """Estimate from noisy sums of `moment_rows`.
+    def of(
+        cls,
+        sums: torch.Tensor,
+        counts: torch.Tensor,
+        noise: float,
+        spread: torch.Tensor,
+        common: tuple[torch.Tensor, float] | None = None,
+        expected: Expected | None = None,
+    ) -> ClassGaussians:
+        """Estimate from noisy sums.
 
-        - sums: [classes, moment_width]. counts: images of each class. noise: standard deviation in the sums.
-        - spread: variance of public rows in each coordinate, [width].
+        - sums: of `moment_rows` of each class, [classes, moment_width].
+        - counts: images of each class.
+        - noise: standard deviation in the sums.
+        - spread: covariance matrix of public rows, [width, width].
+        - common: sum of `product_rows` of all images, and the standard deviation of its noise; None: not known.
+        - expected: gives the covariances that are expected of classes, [classes, width, width]; None: all equal.
         """
         counts = counts.double().clamp_min(1)
-        width = int((math.sqrt(9 + 8 * sums.shape[1]) - 3) / 2)
-        averages = sums.double() / counts[:, None]
+        width, total = len(spread), counts.sum()
+        averages, shares = sums.double() / counts[:, None], counts / total
         means = averages[:, :width] / FIRST_WEIGHT
-        upper = torch.triu_indices(width, width, device=sums.device)
-        entries = averages[:, width:] / (math.sqrt(1 - FIRST_WEIGHT**2) * _factors(upper))
-        second = entries.new_zeros(len(sums), width, width)
-        second[:, upper[0], upper[1]] = second[:, upper[1], upper[0]] = entries
-        found = second - means[:, :, None] * means[:, None]
         bias = (noise / counts / FIRST_WEIGHT).square()  # of the noise in a mean, squared
-        found = found + bias[:, None, None] * torch.eye(width, dtype=found.dtype, device=found.device)
-        shares = counts / counts.sum()
+        identity = torch.eye(width, dtype=means.dtype, device=means.device)
+        squares = means[:, :, None] * means[:, None] - bias[:, None, None] * identity
+        found = _matrices(averages[:, width:] / math.sqrt(1 - FIRST_WEIGHT**2), width) - squares
         variance = (noise / counts).square() / (2 * (1 - FIRST_WEIGHT**2))  # of the noise in an entry of `found`
-        common = _filtered(
-            torch.diag(spread.double())[None],
-            (shares[:, None, None] * found).sum(0, keepdim=True),
-            (shares.square() * variance).sum()[None],
-        )
-        own = _filtered(common, found, variance)
-        values, vectors = torch.linalg.eigh(own)
+        within, error = (shares[:, None, None] * found).sum(0, keepdim=True), (shares.square() * variance).sum()
+        if common is not None:
+            other = _matrices(common[0].double()[None] / total, width) - (shares[:, None, None] * squares).sum(0)
+            other_error = (common[1] / total).square() / 2
+            within = torch.lerp(within, other, error / (error + other_error).clamp_min(TINY))
+            error = error * other_error / (error + other_error).clamp_min(TINY)
+        within = _filtered(spread.double()[None], within, error[None])
+        likely = within if expected is None else expected(means, shares, within[0])
+        values, vectors = torch.linalg.eigh(_filtered(likely, found, variance))
         means = means / means.norm(dim=1, keepdim=True).clamp_min(1)  # those of rows of norm at most one
         return cls(means.float(), (vectors * values.clamp_min(0).sqrt()[:, None]).float())
 
@@ -76,14 +105,34 @@ class ClassGaussians:
         return rows
 
 
+def moved(rows: torch.Tensor, mean: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """Return rows [N, width] with this mean and covariance: the affine map that moves Gaussian rows least."""
+    values, vectors = torch.linalg.eigh(torch.cov(rows.double().T))
+    values = values.clamp_min(LEAST_SPREAD * values.max()).sqrt()
+    root, inverse = (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
+    values, vectors = torch.linalg.eigh(root @ covariance @ root)
+    change = inverse @ ((vectors * values.clamp_min(0).sqrt()) @ vectors.T) @ inverse
+    found: torch.Tensor = mean + (rows - rows.double().mean(0)) @ change
+    return found
+
+
+def weighted_covariances(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return covariances [classes, width, width] of rows [N, width] with weights [N, classes]."""
+    weights = weights.double() / weights.double().sum(0)
+    means = weights.T @ rows
+    products = torch.stack([(rows * column[:, None]).T @ rows for column in weights.T])
+    return products - means[:, :, None] * means[:, None]
+
+
 def _filtered(expected: torch.Tensor, noisy: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
     """Return covariances between an expected and noisy ones, [classes, width, width].
 
-    - expected: [1, width, width]. variance: of the noise in the entries off the diagonal of each class, [classes].
+    - expected: [1 or classes, width, width].
+    - variance: of the noise in the entries off the diagonal of each class, [classes].
     """
     width = noisy.shape[1]
     spread, basis = torch.linalg.eigh(expected)
-    common, found = spread.sum(), noisy.diagonal(dim1=1, dim2=2).sum(1)
+    common, found = spread.sum(1), noisy.diagonal(dim1=1, dim2=2).sum(1)
     trace = torch.lerp(common, found, _signal((found - common).square(), 2 * width * variance)).clamp_min(TINY)
     spread = spread.clamp_min(0) * (trace / common.clamp_min(TINY))[:, None]
     differences = basis.mT @ noisy @ basis - torch.diag_embed(spread)

@@ -103,6 +103,12 @@ class ImageEmbedding(nn.Module):
         """Return the part of rows that a prior is conditioned on: the content's main components, and the layout."""
         return torch.cat([rows[..., : min(CONDITION, self.content)], rows[..., self.content :]], -1)
 
+    def with_condition(self, rows: torch.Tensor, conditions: torch.Tensor) -> torch.Tensor:
+        """Return rows with other conditions: what `condition` returns of the result."""
+        main, changed = min(CONDITION, self.content), rows.clone()
+        changed[..., :main], changed[..., self.content :] = conditions[..., :main], conditions[..., main:]
+        return changed
+
 
 def convert(images: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
     """Return images [N, C, H, W] with other channels and another size."""

@@ -36,7 +36,13 @@ from sfumato.methods.generator_method import GeneratorSizes
 from sfumato.methods.kernel_painter import CPU_BATCH_SIZE, CPU_PAINTER, CPU_STEPS, KernelPainter, PainterSettings
 from sfumato.methods.painter_choice import painter_for
 from sfumato.methods.parameters import AUTO
-from sfumato.methods.prior_painter import CPU_TRAINING, PainterTraining, PriorPainter, gpu_sample_batch
+from sfumato.methods.prior_painter import (
+    CPU_TRAINING,
+    MAX_MOMENTS_SHARE,
+    PainterTraining,
+    PriorPainter,
+    gpu_sample_batch,
+)
 from sfumato.methods.teacher import (
     FEW_STEPS,
     EmbeddingTeacher,
@@ -61,7 +67,7 @@ ASSUMED_NOTE = (
     f"class sizes are not declared, so settings are chosen for {ASSUMED_IMAGES:,} images; with fewer, declare them "
     "(public_size=true) or set preset=high-noise"
 )
-PRIOR_TEACHER_SHARE, PRIOR_MOMENTS_SHARE = 0.15, 0.3  # of the budget, with a prior; the gradients take the rest
+PRIOR_TEACHER_SHARE = 0.15  # of the budget, with a prior; the gradients take what this and the moments leave
 ONLY_WITH_PRIOR = ("adaptation", "sampling_prob")  # settings that have no effect otherwise
 ONLY_WITHOUT_PRIOR = (
     "variety",
@@ -150,7 +156,7 @@ class Atelier(Synthesizer):
             raise ValueError("with a prior, steps must be at least 2, or 0 for no private gradients")
         if self.teacher.steps == 1:
             raise ValueError("the teacher needs at least 2 steps, or 0 for a choice by the noise")
-        max_share = 1 - PRIOR_MOMENTS_SHARE if self.prior else 1.0
+        max_share = 1 - MAX_MOMENTS_SHARE if self.prior else 1.0
         if not self.teacher_share < max_share:
             raise ValueError(f"teacher_share must lie between 0 and {max_share:g}, got {self.teacher_share!r}")
         if not self.variety <= 1:
@@ -216,8 +222,8 @@ class Atelier(Synthesizer):
         if self.soft_labels and not _has_classes(public):
             raise DataError(NO_TEACHER)
         painter, share = self._prior_painter(public), self.teacher_share if _has_classes(public) else 0.0
-        total = share + PRIOR_MOMENTS_SHARE
-        first = [*counts_release(public, total**-0.5), *painter.moments(PRIOR_MOMENTS_SHARE)]
+        total = share + painter.moments_share
+        first = [*counts_release(public, total**-0.5), *painter.moments(painter.moments_share)]
         if share:
             times = self._teacher_steps(public)
             first.append(Release("teacher", times, weight=math.sqrt(times / share)))

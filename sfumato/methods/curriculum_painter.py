@@ -36,7 +36,6 @@ CPU_NOTE = (
     "without a GPU this prior is fine-tuned by few steps, and its images may show no classes (docs/choosing.md): use a "
     "GPU, a prior that is conditioned on embeddings (tiny-imagenet, or one of sfumato prior train), or no prior"
 )
-TEACHER_LOGIT_SCALE = 2.0  # factor on the logits by which the teacher weights images of the curriculum
 EMBEDDED_AT_ONCE, POOL_BATCH = 500, 2000  # images
 EMBEDDING_IMAGES = 10_000  # of the prior, from which the principal components come
 
@@ -145,7 +144,7 @@ class CurriculumPainter(PriorPainter):
                 rows = torch.cat([rows, self._embed(embedding, drawn)])
             weights = tilt(rows, means, settings.strength)
             if teacher is not None:
-                weights = weights * (TEACHER_LOGIT_SCALE * teacher.classify(rows)).softmax(1)
+                weights = weights * teacher.weigh(rows)
                 weights = weights / weights.sum(0)
             loop = checkpoints.loop(
                 f"curriculum {number + 1}/{settings.rounds}", settings.practice_steps, trainer=trainer, random=generator

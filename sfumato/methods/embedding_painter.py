@@ -4,32 +4,45 @@ The network of such a prior is conditioned on an embedding of the image to be ma
 learned from public images what an image with this embedding looks like. Only the distribution of the embeddings is
 learned from private images:
 
-1. Ask for noisy sums of first and second moments of each class; a Gaussian distribution for each class follows
-   (`features/class_gaussians.py`).
+1. Ask for noisy sums of first and second moments of each class, and of second moments of all images; a Gaussian
+   distribution for each class follows (`features/class_gaussians.py`). With a teacher, the covariance that is
+   expected of a class is that of images of the prior which the teacher takes for it.
 2. Optional: train the network by DP-SGD on private images and their embeddings, to learn their look.
 3. Draw embeddings from the class Gaussians, and images with these embeddings.
 4. Correct, at no privacy cost: the network follows an embedding only in part. In each of `rounds` rounds the class
    means that it is conditioned on move by `CORRECTION` of the difference between the wanted class means and those of
    its images. Skipped where a round would draw fewer than `MIN_IMAGES_PER_CLASS` images of a class.
 
-Released: the moments, once; at each of `steps` steps a noisy sum of clipped per-example gradients.
+Released: both sums of moments, once; at each of `steps` steps a noisy sum of clipped per-example gradients.
 Public: the prior and its encoder, named in the certificate with what they were trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from sfumato.data import DataError
 from sfumato.engine import GradientVault
-from sfumato.features.class_gaussians import ClassGaussians, moment_rows
+from sfumato.features.class_gaussians import (
+    ClassGaussians,
+    Expected,
+    moment_rows,
+    moved,
+    product_rows,
+    weighted_covariances,
+)
 from sfumato.features.embedding import ImageEmbedding, convert
 from sfumato.methods.checkpoints import Checkpoints
-from sfumato.methods.prior_painter import CURRICULUM_FIELDS, PriorPainter, PrivateLoss, gpu_sample_batch
+from sfumato.methods.prior_painter import (
+    CURRICULUM_FIELDS,
+    MAX_MOMENTS_SHARE,
+    PriorPainter,
+    PrivateLoss,
+    gpu_sample_batch,
+)
 from sfumato.methods.teacher import EmbeddingTeacher
 from sfumato.nets.score import ScoreNetwork
 from sfumato.nets.training import even_labels
@@ -39,6 +52,12 @@ from sfumato.privacy import Release
 
 NO_GRADIENTS_NOTE = "without private gradients (steps=0) the images keep the look of the prior's; a GPU is advised"
 CORRECTION_IMAGES, MIN_IMAGES_PER_CLASS = 10_000, 100  # drawn in a round of the correction; fewer would add noise
+COMMON_SHARE = 1 / 3  # of the budget of the moments, for those of all images together
+NORM_LIMIT, MIN_NORM_LIMIT = (
+    1.2,
+    0.25,
+)  # of the rows of moments, relative to the public ones' root mean square; at least
+PUBLIC_IMAGES, MIN_PUBLIC_IMAGES = 20_000, 5000  # of the prior, from which covariances of classes are expected
 CORRECTION = 0.7  # part of the difference of means by which a round corrects
 
 
@@ -63,6 +82,8 @@ class ConditionedGenerator(nn.Module):
 class EmbeddingPainter(PriorPainter):
     """A prior that makes images with the embeddings of a class. It works in the prior's own shape."""
 
+    moments_share: ClassVar[float] = MAX_MOMENTS_SHARE
+
     def __init__(self, prior: Prior, *arguments: Any, encoder: str, **options: Any) -> None:
         if encoder not in ("", prior.card.encoder):
             own = prior.card.encoder or "scattering coefficients"
@@ -78,7 +99,8 @@ class EmbeddingPainter(PriorPainter):
         return [*super().notes(), *([NO_GRADIENTS_NOTE] if not self.steps else [])]
 
     def unused(self) -> tuple[str, ...]:
-        return CURRICULUM_FIELDS if self._corrected_images else (*CURRICULUM_FIELDS, "rounds", "pool")
+        skipped = () if self._corrected_images else ("rounds",) if self._public_images else ("rounds", "pool")
+        return (*CURRICULUM_FIELDS, *skipped)
 
     @property
     def _corrected_images(self) -> int:
@@ -87,8 +109,17 @@ class EmbeddingPainter(PriorPainter):
         enough = self.settings.rounds and count >= MIN_IMAGES_PER_CLASS * len(self.public.classes)
         return count if enough else 0
 
+    @property
+    def _public_images(self) -> int:
+        """Return how many images of the prior are drawn, from which covariances are expected; 0: none."""
+        count = min(self.settings.pool, PUBLIC_IMAGES)
+        return count if count >= MIN_PUBLIC_IMAGES else 0
+
     def moments(self, share: float) -> list[Release]:
-        return [Release("moments", weight=share**-0.5)]
+        if len(self.public.classes) == 1:
+            return [Release("moments", weight=share**-0.5)]
+        shares = {"moments": (1 - COMMON_SHARE) * share, "common-moments": COMMON_SHARE * share}
+        return [Release(name, weight=part**-0.5) for name, part in shares.items()]
 
     def new_embedding(self) -> ImageEmbedding:
         return self.prior.new_embedding(self.encoder, self.device)
@@ -104,9 +135,9 @@ class EmbeddingPainter(PriorPainter):
         embedding: ImageEmbedding,
         counts: torch.Tensor,
         checkpoints: Checkpoints,
-        teacher: EmbeddingTeacher | None = None,  # noqa: ARG002
+        teacher: EmbeddingTeacher | None = None,
     ) -> ConditionedGenerator:
-        gaussians = self._gaussians(embedded, embedding, counts, checkpoints)
+        gaussians = self._gaussians(embedded, embedding, counts, checkpoints, teacher)
         generator = self.new_generator()
         loss = PrivateLoss(self.space.maps, self.settings.level_centre, embedding.condition_width)
         records = vault.map(Records(embedding, self.space)) if self.steps else vault
@@ -118,14 +149,65 @@ class EmbeddingPainter(PriorPainter):
         return generator
 
     def _gaussians(
-        self, embedded: GradientVault, embedding: ImageEmbedding, counts: torch.Tensor, checkpoints: Checkpoints
+        self,
+        embedded: GradientVault,
+        embedding: ImageEmbedding,
+        counts: torch.Tensor,
+        checkpoints: Checkpoints,
+        teacher: EmbeddingTeacher | None,
     ) -> ClassGaussians:
-        def ask() -> dict[str, torch.Tensor]:
-            rows: Callable[[torch.Tensor], torch.Tensor] = lambda rows: moment_rows(embedding.condition(rows))  # noqa: E731
-            return {"sums": embedded.sum(rows, release="moments", bound=1.0, by_class=True)}
+        limit = float(embedding.spread.sum().sqrt().mul(NORM_LIMIT).clamp(MIN_NORM_LIMIT, 1))
+        plan, common = embedded.plan, None
 
-        sums = checkpoints.once("moments", ask)["sums"].to(self.device)
-        return ClassGaussians.of(sums, counts, embedded.plan["moments"].noise, embedding.spread)
+        def first(rows: torch.Tensor) -> torch.Tensor:
+            return moment_rows(embedding.condition(rows) / limit)
+
+        def second(rows: torch.Tensor) -> torch.Tensor:
+            return product_rows(embedding.condition(rows) / limit)
+
+        asked = checkpoints.once(
+            "moments", lambda: {"sums": embedded.sum(first, release="moments", bound=1.0, by_class=True)}
+        )
+        if len(self.public.classes) > 1:
+            held = checkpoints.once(
+                "common moments", lambda: {"sum": embedded.sum(second, release="common-moments", bound=1.0)}
+            )
+            common = held["sum"].to(self.device), plan["common-moments"].noise
+        sums, noise = asked["sums"].to(self.device), plan["moments"].noise
+        spread, expected = self._public_spread(embedding, teacher, limit)
+        found = ClassGaussians.of(sums, counts, noise, spread, common, expected)
+        return ClassGaussians(found.means * limit, found.roots * limit)
+
+    def _public_spread(
+        self, embedding: ImageEmbedding, teacher: EmbeddingTeacher | None, limit: float
+    ) -> tuple[torch.Tensor, Expected | None]:
+        """Return the covariance of public conditions, divided by `limit`; and what gives those expected of classes.
+
+        With images of the prior, the former is that within the prior's classes. The latter is that of the images that
+        the teacher takes for a class, once they are moved to the mean and covariance of all private images.
+        """
+        if not self._public_images:
+            return torch.diag(embedding.spread) / limit**2, None
+        classes = self.prior.card.classes
+        labels = torch.arange(self._public_images, device=self.device) % classes
+        network, generator = self.prior.network().to(self.device), torch.Generator(self.device).manual_seed(self.seed)
+        nothing = torch.zeros(len(labels), embedding.condition_width, device=self.device)
+        parts = labels.split(gpu_sample_batch(self.drawn_shape)), nothing.split(gpu_sample_batch(self.drawn_shape))
+        pairs = zip(*parts, strict=True)
+        rows = torch.cat([embedding(self.draw(network, part, generator, condition=none)) for part, none in pairs])
+        conditions = embedding.condition(rows).double() / limit
+        sums = torch.zeros(classes, conditions.shape[1], device=self.device).double().index_add_(0, labels, conditions)
+        spread = torch.cov((conditions - (sums / torch.bincount(labels)[:, None])[labels]).T)
+
+        def expected(means: torch.Tensor, shares: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+            assert teacher is not None
+            mean = shares @ means
+            between = ((means - mean) * shares[:, None]).T @ (means - mean)
+            near = moved(conditions, mean, within + between)
+            weights = teacher.weigh(embedding.with_condition(rows, (near * limit).to(rows.dtype)))
+            return weighted_covariances(near, weights)
+
+        return spread, expected if teacher is not None else None
 
     def _correct(self, made: ConditionedGenerator, embedding: ImageEmbedding, checkpoints: Checkpoints) -> None:
         """Move the class means of the conditions so that the images come closer to the means of the private ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ MINIMUM = {"pool": 2, "practice_steps": 1, "practice_batch": 1, "views": 1, "ran
 LARGE_SIDE = 64  # pixels
 MAX_POOL_ABOVE_LARGE_SIDE = 8000  # images drawn in a round, limited by memory
 GPU_SAMPLE_BATCH = 20_000  # labels in one call of `_sample` for images up to that side
+MAX_MOMENTS_SHARE = 0.5  # of the budget
 DROPPED_ABOVE = 1.28  # quantile of the normal distribution: drops a tenth of the conditions, for guidance
 
 
@@ -124,6 +125,8 @@ class PriorPainter(ABC):
       another library, otherwise `few`.
     - encoder: public encoder of the embedding; empty: the prior's own, or scattering coefficients.
     """
+
+    moments_share: ClassVar[float] = 0.3  # of the budget of a method that also trains a teacher
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ ENCODER_SIDE = 128  # pixels to which images are enlarged for a public encoder
 LOW_NOISE_THRESHOLD = 3e-5  # noise of all gradients together, per image: below it more steps and components
 FEW_STEPS, MANY_STEPS = 60, 200
 FEW_COMPONENTS, MANY_COMPONENTS = 500, 1500
+LOGIT_SCALE = 2.0  # factor on the logits by which the teacher weights public images
 RATE_THRESHOLD = 6e-3  # of noise per image times steps; above it the learning rate is lower
 
 
@@ -178,6 +179,10 @@ class EmbeddingTeacher(Classifier):
     def classify(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows of the embedding."""
         return functional.linear(rows, self.weight)
+
+    def weigh(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return weights [N, classes] of public rows, by how much they resemble each class."""
+        return (LOGIT_SCALE * self.classify(rows)).softmax(1)
 
     def train_on(
         self, embedded: GradientVault, settings: TeacherSettings, image_count: float, checkpoints: Checkpoints

@@ -13,7 +13,8 @@ from sfumato.features import class_gaussians as module
 from sfumato.features.class_gaussians import ClassGaussians, moment_rows
 
 WIDTH, ROUNDING = 6, 1e-5
-SPREAD = torch.tensor([0.08, 0.05, 0.03, 0.02, 0.01, 0.01])  # of public rows
+VARIANCES = torch.tensor([0.08, 0.05, 0.03, 0.02, 0.01, 0.01])  # of public rows
+SPREAD = torch.diag(VARIANCES)
 
 
 def rows_of(count: int, seed: int) -> torch.Tensor:
@@ -21,7 +22,7 @@ def rows_of(count: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     turn = 0.4 * torch.randn(WIDTH, WIDTH, generator=generator) + torch.eye(WIDTH)
     mean = 0.3 * functional.normalize(torch.randn(WIDTH, generator=generator), dim=0)
-    rows = mean + torch.randn(count, WIDTH, generator=generator) * SPREAD.sqrt() @ turn / 2
+    rows = mean + torch.randn(count, WIDTH, generator=generator) * VARIANCES.sqrt() @ turn / 2
     return rows / rows.norm(dim=1, keepdim=True).clamp_min(1)
 
 
@@ -104,7 +105,7 @@ def test_where_noise_hides_all_a_covariance_is_the_public_spread() -> None:
     found = ClassGaussians.of(*sums_of(classes), 10.0, SPREAD)
     for mean, covariance, rows in zip(found.means, covariances(found), classes, strict=True):
         assert torch.allclose(mean, rows.mean(0), atol=1e-5)
-        assert torch.allclose(covariance, torch.diag(SPREAD), atol=1e-4)
+        assert torch.allclose(covariance, SPREAD, atol=1e-4)
         assert not torch.allclose(covariance, exact(rows), atol=1e-2)
 
 
@@ -116,7 +117,7 @@ def test_where_noise_hides_the_classes_they_share_the_mean_covariance() -> None:
     noisy = sums + noise * torch.randn(sums.shape, generator=torch.Generator().manual_seed(0))
     found = covariances(ClassGaussians.of(noisy, counts, noise, SPREAD))
     scaled = found / found.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]  # traces are noisy
-    truth, public = exact(rows) / exact(rows).trace(), torch.diag(SPREAD) / SPREAD.sum()
+    truth, public = exact(rows) / exact(rows).trace(), SPREAD / SPREAD.trace()
     assert (scaled - truth).norm(dim=(1, 2)).median() < 0.3 * (public - truth).norm()
 
 
@@ -136,7 +137,7 @@ def estimates(noise: float, claimed: float, draws: int = 6) -> tuple[torch.Tenso
     classes = [wide_rows(seed) for seed in range(3)]
     (sums, counts), generator = sums_of(classes), torch.Generator().manual_seed(0)
     noisy = [sums + noise * torch.randn(sums.shape, generator=generator) for _ in range(draws)]
-    found = [covariances(ClassGaussians.of(each, counts, claimed, WIDE)) for each in noisy]
+    found = [covariances(ClassGaussians.of(each, counts, claimed, torch.diag(WIDE))) for each in noisy]
     return torch.stack(found), torch.stack([exact(rows) for rows in classes])
 
 

@@ -61,7 +61,12 @@ def test_a_fit_names_the_prior_and_its_model_is_saved(few_digits: ImageSet, tmp_
     assert facts["prior"] == load_prior(PRIOR).facts
     assert "encoder" not in facts  # scattering coefficients
     assert any("random weights, for tests" in caveat for caveat in model.certificate_.caveats)
-    assert {event["name"] for event in model.certificate_.events} == {"moments", "teacher", "gradients"}
+    assert {event["name"] for event in model.certificate_.events} == {
+        "moments",
+        "common-moments",
+        "teacher",
+        "gradients",
+    }
     assert sf.verify(tmp_path / "run" / "certificate.json")
     again, samples = sf.load(tmp_path / "run"), model.sample(12, seed=3)
     assert torch.equal(again.sample(12, seed=3).images, samples.images)
@@ -73,10 +78,12 @@ def test_a_fit_names_the_prior_and_its_model_is_saved(few_digits: ImageSet, tmp_
 def test_without_steps_there_are_no_private_gradients(few_digits: ImageSet) -> None:
     public = few_digits.public(declare_size=False)
     plan = quick(steps=0, public_size=False).plan(public)
-    assert [release.name for release in plan.releases] == ["counts", "moments", "teacher"]
+    assert [release.name for release in plan.releases] == ["counts", "moments", "common-moments", "teacher"]
     assert plan.epsilon == pytest.approx(20.0, rel=1e-3)
     sums = {release.name: release.times / release.noise**2 for release in plan.releases}
-    assert sums["teacher"] / sums["moments"] == pytest.approx(0.5, rel=1e-2)  # of the shares 0.15 and 0.3
+    of_moments = sums["moments"] + sums["common-moments"]
+    assert sums["teacher"] / of_moments == pytest.approx(0.3, rel=1e-2)  # of the shares 0.15 and 0.5
+    assert sums["common-moments"] / of_moments == pytest.approx(1 / 3, rel=1e-2)
     model = quick(steps=0).fit(few_digits)
     before = load_prior(PRIOR).state
     after = model.generator_.network.state_dict()
