@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from sfumato.data import DataError
 from sfumato.engine import GradientVault
@@ -58,6 +59,7 @@ NORM_LIMIT, MIN_NORM_LIMIT = (
     0.25,
 )  # of the rows of moments, relative to the public ones' root mean square; at least
 PUBLIC_IMAGES, MIN_PUBLIC_IMAGES = 20_000, 5000  # of the prior, from which covariances of classes are expected
+MIN_IMAGES_PER_GROUP = 20  # of these; with fewer the prior's classes are taken as one
 CORRECTION = 0.7  # part of the difference of means by which a round corrects
 
 
@@ -188,16 +190,17 @@ class EmbeddingPainter(PriorPainter):
         """
         if not self._public_images:
             return torch.diag(embedding.spread) / limit**2, None
-        classes = self.prior.card.classes
-        labels = torch.arange(self._public_images, device=self.device) % classes
+        count, classes = self._public_images, self.prior.card.classes
+        labels = torch.arange(count, device=self.device) % classes
         network, generator = self.prior.network().to(self.device), torch.Generator(self.device).manual_seed(self.seed)
         nothing = torch.zeros(len(labels), embedding.condition_width, device=self.device)
         parts = labels.split(gpu_sample_batch(self.drawn_shape)), nothing.split(gpu_sample_batch(self.drawn_shape))
         pairs = zip(*parts, strict=True)
         rows = torch.cat([embedding(self.draw(network, part, generator, condition=none)) for part, none in pairs])
         conditions = embedding.condition(rows).double() / limit
-        sums = torch.zeros(classes, conditions.shape[1], device=self.device).double().index_add_(0, labels, conditions)
-        spread = torch.cov((conditions - (sums / torch.bincount(labels)[:, None])[labels]).T)
+        groups = labels if count >= MIN_IMAGES_PER_GROUP * classes else torch.zeros_like(labels)
+        shares = functional.one_hot(groups).to(conditions.dtype)
+        spread = torch.cov((conditions - shares @ (shares.T @ conditions / shares.sum(0)[:, None])).T)
 
         def expected(means: torch.Tensor, shares: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
             assert teacher is not None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from sfumato.features import class_gaussians as module
-from sfumato.features.class_gaussians import ClassGaussians, moment_rows
+from sfumato.features.class_gaussians import ClassGaussians, moment_rows, moved, product_rows, weighted_covariances
 
 WIDTH, ROUNDING = 6, 1e-5
 VARIANCES = torch.tensor([0.08, 0.05, 0.03, 0.02, 0.01, 0.01])  # of public rows
@@ -60,6 +60,11 @@ def test_the_norm_is_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
     factors = module._factors
     monkeypatch.setattr(module, "_factors", lambda upper: factors(upper) ** 2)  # planted: 2 instead of its root
     assert moment_rows(rows).norm(dim=1).max() > 1.1
+
+
+def test_the_norm_of_products_is_that_of_the_row_squared() -> None:
+    rows = extreme_rows()
+    assert torch.allclose(product_rows(rows).norm(dim=1), rows.norm(dim=1).square(), atol=ROUNDING)
 
 
 def test_moments_are_of_each_row_alone() -> None:
@@ -189,6 +194,81 @@ def test_equal_rows_have_no_spread() -> None:
     assert torch.allclose(found.means, rows[:2], atol=1e-5)
     assert found.roots.isfinite().all()
     assert found.roots.abs().max() < 2e-3
+
+
+# -- the sum over all images, and what is expected -----------------------------------------------------------
+
+
+def error_with_common(noise: float, noise_of_common: float, claimed: float) -> float:
+    """Return the mean relative error of covariances of three classes, over six draws of the noise."""
+    classes = [wide_rows(seed) for seed in range(3)]
+    (sums, counts), generator = sums_of(classes), torch.Generator().manual_seed(0)
+    truth, found = torch.stack([exact(rows) for rows in classes]), []
+    for _ in range(6):
+        noisy = sums + noise * torch.randn(sums.shape, generator=generator)
+        product = sum(product_rows(rows).sum(0) for rows in classes)
+        assert isinstance(product, torch.Tensor)
+        common = product + noise_of_common * torch.randn(product.shape, generator=generator), claimed
+        found.append(covariances(ClassGaussians.of(noisy, counts, noise, torch.diag(WIDE), common)))
+    return float((torch.stack(found) - truth).square().sum((1, 2, 3)).mean().sqrt() / truth.norm())
+
+
+def test_a_sum_over_all_images_is_used_as_far_as_it_is_exact() -> None:
+    alone = error(20.0, 20.0)
+    assert error_with_common(20.0, 1.0, 1.0) < 0.9 * alone
+    assert error_with_common(20.0, 2000.0, 2000.0) == pytest.approx(alone, rel=0.05)  # it says nothing
+    assert error_with_common(20.0, 2000.0, 1.0) > 1.5 * alone  # planted: its noise is thought to be small
+
+
+def test_without_noise_a_sum_over_all_images_changes_nothing() -> None:
+    classes = [rows_of(count, seed) for seed, count in enumerate((500, 90, 30))]
+    sums, counts = sums_of(classes)
+    common = torch.stack([product_rows(rows).sum(0) for rows in classes]).sum(0), 0.0
+    assert largest_error(classes, ClassGaussians.of(sums, counts, 0.0, SPREAD, common)) < 1e-3
+    assert ClassGaussians.of(sums, counts, 5.0, SPREAD, common).roots.isfinite().all()
+
+
+def test_where_noise_hides_the_classes_they_have_the_expected_covariances() -> None:
+    """What gives them is told exact means, shares and, as the sum of all is exact, the covariance within classes."""
+    classes = [rows_of(100, 0), rows_of(300, 1)]
+    sums, counts = sums_of(classes)
+    told: list[torch.Tensor] = []
+    wanted = torch.stack([SPREAD, 0.5 * SPREAD.flip(0, 1)]).double()
+
+    def expected(*given: torch.Tensor) -> torch.Tensor:
+        told.extend(given)
+        return wanted
+
+    common = torch.stack([product_rows(rows).sum(0) for rows in classes]).sum(0), 0.0
+    found = ClassGaussians.of(sums, counts, 10.0, SPREAD, common, expected)
+    assert torch.allclose(covariances(found).double(), wanted, atol=1e-4)
+    means, shares, within = told
+    assert torch.allclose(means.float(), torch.stack([rows.mean(0) for rows in classes]), atol=1e-5)
+    assert shares.tolist() == [0.25, 0.75]
+    bias = (
+        10.0**2 * (0.25 / 100**2 + 0.75 / 300**2) / module.FIRST_WEIGHT**2
+    )  # of squares of means; here they are exact
+    truth = 0.25 * exact(classes[0]) + 0.75 * exact(classes[1]) + bias * torch.eye(WIDTH)
+    assert torch.allclose(within.float(), truth, atol=1e-3)
+
+
+def test_moved_rows_have_the_mean_and_covariance_that_are_wanted() -> None:
+    rows, wanted = rows_of(400, 0), rows_of(400, 1)
+    made = moved(rows, wanted.mean(0).double(), torch.cov(wanted.T).double())
+    assert torch.allclose(made.mean(0).float(), wanted.mean(0), atol=1e-5)
+    assert torch.allclose(torch.cov(made.T).float(), torch.cov(wanted.T), atol=1e-5)
+    same = moved(rows, rows.mean(0).double(), torch.cov(rows.T).double())
+    assert torch.allclose(same.float(), rows, atol=1e-4)  # and none moves further than it must
+    flat = torch.cat([rows[:, :-1], torch.zeros(400, 1)], 1)  # no spread in one direction
+    assert moved(flat, wanted.mean(0).double(), torch.cov(wanted.T).double()).isfinite().all()
+
+
+def test_weighted_covariances_are_those_of_repeated_rows() -> None:
+    rows = rows_of(30, 0).double()
+    times = torch.randint(0, 4, (30, 2), generator=torch.Generator().manual_seed(0))
+    found = weighted_covariances(rows, times.float())
+    for column, covariance in zip(times.T, found, strict=True):
+        assert torch.allclose(covariance, torch.cov(rows.repeat_interleave(column, 0).T, correction=0))
 
 
 # -- draws ------------------------------------------------------------------------------------------------

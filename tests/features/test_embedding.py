@@ -184,6 +184,10 @@ def test_the_condition_is_the_main_content_and_all_of_the_layout(monkeypatch: py
     kept = [*range(5), *range(COMPONENTS, COMPONENTS + LAYOUT)]
     assert torch.equal(shorter.condition(rows), rows[:, kept])
     assert torch.equal(shorter.condition(rows[0]), rows[0, kept])
+    changed = shorter.with_condition(rows, -rows[:, kept])
+    assert torch.equal(shorter.condition(changed), -rows[:, kept])
+    assert torch.equal(changed[:, 5:COMPONENTS], rows[:, 5:COMPONENTS])
+    assert torch.equal(rows[0], torch.arange(float(COMPONENTS + LAYOUT)))  # they are not changed themselves
 
 
 @pytest.mark.parametrize("shape", [(1, SIZE, SIZE), (3, 2 * SIZE, 2 * SIZE)])

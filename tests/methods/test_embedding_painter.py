@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import sfumato as sf
 from sfumato.data import DataError, ImageSet
 from sfumato.data.pixels import to_unit_range
+from sfumato.features.class_gaussians import moved
 from sfumato.methods import embedding_painter as module
 from sfumato.methods import prior_painter
 from sfumato.methods.embedding_painter import ConditionedGenerator, EmbeddingPainter, Records
@@ -214,6 +216,73 @@ class Loop:
         assert name == "correction"
         assert set(parts) == {"means", "random"}
         return range(total)
+
+
+class Decided:
+    """In the place of a teacher: the class of an image of the prior is that of its place."""
+
+    def weigh(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.eye(2)[torch.arange(len(rows)) % 2]
+
+
+def test_covariances_are_expected_from_images_of_the_prior(
+    digits: ImageSet, few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class: of the images which the teacher takes for it, moved to the mean and covariance of all."""
+    shown = to_unit_range(digits.images[:100])
+    monkeypatch.setattr(module, "MIN_PUBLIC_IMAGES", 100)
+    monkeypatch.setattr(prior_painter, "draw_images", lambda *_, **__: shown)
+    painter, limit = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=100)), 0.5
+    embedding = painter.new_embedding()
+    conditions = embedding.condition(embedding(shown)).double() / limit
+    spread, expected = painter._public_spread(embedding, Decided(), limit)  # type: ignore[arg-type]
+    assert torch.allclose(spread, torch.cov(conditions.T))  # this prior has one class
+    assert expected is not None
+    means = torch.stack([conditions[:7].mean(0), conditions[7:20].mean(0)])
+    found = expected(means, torch.tensor([0.5, 0.5]).double(), 4 * spread)
+    offset = means[0] - means[1]
+    wanted = moved(conditions, means.mean(0), 4 * spread + offset[:, None] * offset / 4)
+    for number in range(2):
+        assert torch.allclose(found[number], torch.cov(wanted[number::2].T, correction=0))
+    assert painter._public_spread(embedding, None, limit)[1] is None  # without a teacher
+    fewer = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=99))
+    plain, nothing = fewer._public_spread(embedding, Decided(), limit)  # type: ignore[arg-type]
+    assert nothing is None
+    assert torch.equal(plain, torch.diag(embedding.spread) / limit**2)
+
+
+def test_the_spread_of_public_images_is_that_within_classes_of_the_prior(
+    digits: ImageSet, few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prior of two classes, whose images are bright and dark; with too few images its classes are taken as one."""
+    shown = (to_unit_range(digits.images[:100]) / 4 + (torch.arange(100) % 2)[:, None, None, None]).clamp(-1, 1)
+    monkeypatch.setattr(module, "MIN_PUBLIC_IMAGES", 100)
+    monkeypatch.setattr(prior_painter, "draw_images", lambda *_, **__: shown)
+    painter = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=100))
+    embedding, network = painter.new_embedding(), painter.prior.network()
+    card = replace(painter.prior.card, classes=2)
+    painter.prior = SimpleNamespace(card=card, network=lambda: network)  # type: ignore[assignment]
+    conditions = embedding.condition(embedding(shown)).double()
+    within, _ = painter._public_spread(embedding, None, 1.0)
+    monkeypatch.setattr(module, "MIN_IMAGES_PER_GROUP", 51)
+    whole, _ = painter._public_spread(embedding, None, 1.0)
+    assert torch.allclose(whole, torch.cov(conditions.T))
+    apart = torch.stack([conditions[number::2] - conditions[number::2].mean(0) for number in range(2)], 1)
+    assert torch.allclose(within, torch.cov(apart.flatten(0, 1).T))
+    assert within.trace() < 0.9 * whole.trace()
+
+
+def test_a_fit_with_images_of_the_prior(few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_PUBLIC_IMAGES", 40)
+    model = quick(steps=0).fit(few_digits)
+    monkeypatch.setattr(module, "MIN_PUBLIC_IMAGES", 41)
+    plain = quick(steps=0).fit(few_digits)
+    roots = model.generator_.roots
+    assert roots.isfinite().all()
+    assert [event["name"] for event in model.certificate_.events] == [
+        event["name"] for event in plain.certificate_.events
+    ]
+    assert not torch.allclose(roots @ roots.mT, plain.generator_.roots @ plain.generator_.roots.mT, rtol=0.05)
 
 
 @pytest.mark.usefixtures("corrected")
