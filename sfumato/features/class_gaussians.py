@@ -10,7 +10,8 @@ which has less noise for each image. The rest is post-processing:
   matrix is kept by its share of signal (Wiener), where signal is in proportion to the spread in both directions. For
   the covariance within the classes the spread of public images is expected; for that of a class, the former, or that
   of public images which resemble the class.
-- The trace is filtered likewise. What is indefinite loses its negative eigenvalues, and is scaled to that trace.
+- The trace is filtered by the share of the variance that traces are expected to have. What is indefinite loses its
+  negative eigenvalues, and is scaled to that trace.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 FIRST_WEIGHT = 0.58  # a
 TINY = 1e-30  # where all rows are equal
+TRACE_SPREAD = 0.5  # standard deviation of traces around the expected one, relative to it
 LEAST_SPREAD = 1e-6  # relative to the largest eigenvalue, in a division by it
 # Means [classes, width], shares [classes] and the covariance within classes [width, width] to covariances expected.
 Expected = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -116,12 +118,19 @@ def moved(rows: torch.Tensor, mean: torch.Tensor, covariance: torch.Tensor) -> t
     return found
 
 
-def weighted_covariances(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return covariances [classes, width, width] of rows [N, width] with weights [N, classes]."""
-    weights = weights.double() / weights.double().sum(0)
+def weighted_covariances(rows: torch.Tensor, weights: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    """Return covariances [classes, width, width] of rows [N, width] with weights [N, classes].
+
+    - common: a covariance matrix, which counts as much as `width` rows of a class. Weights w are worth as much as
+      (sum of w)² / (sum of w²) rows; where a class has few, its own covariance says little.
+    """
+    weights = weights.double()
+    totals, squares = weights.sum(0), weights.square().sum(0).clamp_min(TINY)
+    weights = weights / totals.clamp_min(TINY)
     means = weights.T @ rows
     products = torch.stack([(rows * column[:, None]).T @ rows for column in weights.T])
-    return products - means[:, :, None] * means[:, None]
+    own, worth = products - means[:, :, None] * means[:, None], totals.square() / squares
+    return torch.lerp(common.expand_as(own), own, (worth / (worth + rows.shape[1]))[:, None, None])
 
 
 def _filtered(expected: torch.Tensor, noisy: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
@@ -133,7 +142,8 @@ def _filtered(expected: torch.Tensor, noisy: torch.Tensor, variance: torch.Tenso
     width = noisy.shape[1]
     spread, basis = torch.linalg.eigh(expected)
     common, found = spread.sum(1), noisy.diagonal(dim1=1, dim2=2).sum(1)
-    trace = torch.lerp(common, found, _signal((found - common).square(), 2 * width * variance)).clamp_min(TINY)
+    likely = (TRACE_SPREAD * common).square()
+    trace = torch.lerp(common, found, likely / (likely + 2 * width * variance).clamp_min(TINY)).clamp_min(TINY)
     spread = spread.clamp_min(0) * (trace / common.clamp_min(TINY))[:, None]
     differences = basis.mT @ noisy @ basis - torch.diag_embed(spread)
     squares, noise = differences.square().sum((1, 2)), width * (width + 1) * variance

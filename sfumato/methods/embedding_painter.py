@@ -208,7 +208,7 @@ class EmbeddingPainter(PriorPainter):
             between = ((means - mean) * shares[:, None]).T @ (means - mean)
             near = moved(conditions, mean, within + between)
             weights = teacher.weigh(embedding.with_condition(rows, (near * limit).to(rows.dtype)))
-            return weighted_covariances(near, weights)
+            return weighted_covariances(near, weights, within)
 
         return spread, expected if teacher is not None else None
 

@@ -110,7 +110,7 @@ def test_where_noise_hides_all_a_covariance_is_the_public_spread() -> None:
     found = ClassGaussians.of(*sums_of(classes), 10.0, SPREAD)
     for mean, covariance, rows in zip(found.means, covariances(found), classes, strict=True):
         assert torch.allclose(mean, rows.mean(0), atol=1e-5)
-        assert torch.allclose(covariance, SPREAD, atol=1e-4)
+        assert torch.allclose(covariance, SPREAD, atol=4e-3)
         assert not torch.allclose(covariance, exact(rows), atol=1e-2)
 
 
@@ -188,6 +188,19 @@ def test_covariances_have_no_negative_directions(noise: float) -> None:
     assert bool((means.norm(dim=1) > 1).any()) == (noise > 1)
 
 
+def test_noise_collapses_no_class() -> None:
+    """Small classes: the trace of the noisy matrix is negative in many; what is left must not be without spread."""
+    sums, counts = sums_of([0.5 * rows_of(100, seed) for seed in range(40)])
+    noise = 20.0
+    noisy = sums + noise * torch.randn(sums.shape, generator=torch.Generator().manual_seed(0))
+    traces = covariances(ClassGaussians.of(noisy, counts, noise, SPREAD / 4)).diagonal(dim1=1, dim2=2).sum(1)
+    truth = float(
+        torch.stack([exact(0.5 * rows_of(100, seed)) for seed in range(40)]).diagonal(dim1=1, dim2=2).sum(1).mean()
+    )
+    assert traces.min() > 0.2 * truth
+    assert traces.max() < 3 * truth
+
+
 def test_equal_rows_have_no_spread() -> None:
     rows = rows_of(1, 0).expand(20, -1)
     found = ClassGaussians.of(*sums_of([rows, rows]), 0.0, SPREAD)
@@ -217,7 +230,7 @@ def test_a_sum_over_all_images_is_used_as_far_as_it_is_exact() -> None:
     alone = error(20.0, 20.0)
     assert error_with_common(20.0, 1.0, 1.0) < 0.9 * alone
     assert error_with_common(20.0, 2000.0, 2000.0) == pytest.approx(alone, rel=0.05)  # it says nothing
-    assert error_with_common(20.0, 2000.0, 1.0) > 1.5 * alone  # planted: its noise is thought to be small
+    assert error_with_common(20.0, 2000.0, 1.0) > 1.4 * alone  # planted: its noise is thought to be small
 
 
 def test_without_noise_a_sum_over_all_images_changes_nothing() -> None:
@@ -241,7 +254,7 @@ def test_where_noise_hides_the_classes_they_have_the_expected_covariances() -> N
 
     common = torch.stack([product_rows(rows).sum(0) for rows in classes]).sum(0), 0.0
     found = ClassGaussians.of(sums, counts, 10.0, SPREAD, common, expected)
-    assert torch.allclose(covariances(found).double(), wanted, atol=1e-4)
+    assert torch.allclose(covariances(found).double(), wanted, atol=4e-3)
     means, shares, within = told
     assert torch.allclose(means.float(), torch.stack([rows.mean(0) for rows in classes]), atol=1e-5)
     assert shares.tolist() == [0.25, 0.75]
@@ -263,12 +276,23 @@ def test_moved_rows_have_the_mean_and_covariance_that_are_wanted() -> None:
     assert moved(flat, wanted.mean(0).double(), torch.cov(wanted.T).double()).isfinite().all()
 
 
-def test_weighted_covariances_are_those_of_repeated_rows() -> None:
+def test_weighted_covariances_are_those_of_repeated_rows_and_of_as_many_common_ones() -> None:
     rows = rows_of(30, 0).double()
     times = torch.randint(0, 4, (30, 2), generator=torch.Generator().manual_seed(0))
-    found = weighted_covariances(rows, times.float())
+    found = weighted_covariances(rows, times.float(), SPREAD.double())
     for column, covariance in zip(times.T, found, strict=True):
-        assert torch.allclose(covariance, torch.cov(rows.repeat_interleave(column, 0).T, correction=0))
+        own = torch.cov(rows.repeat_interleave(column, 0).T, correction=0)
+        worth = float(column.sum() ** 2 / column.square().sum())
+        assert torch.allclose(covariance, (worth * own + WIDTH * SPREAD.double()) / (worth + WIDTH))
+
+
+def test_a_class_that_no_public_row_resembles_has_the_common_covariance() -> None:
+    weights = torch.zeros(30, 3)
+    weights[:, 0], weights[4, 1] = 1e-300, 1e-3  # the first are zero in float32; one row alone has no spread
+    found = weighted_covariances(rows_of(30, 0).double(), weights, SPREAD.double())
+    assert torch.allclose(found[0], SPREAD.double())
+    assert torch.allclose(found[1], SPREAD.double() * WIDTH / (WIDTH + 1), atol=1e-6)
+    assert torch.equal(found[0], found[2])
 
 
 # -- draws ------------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ def test_covariances_are_expected_from_images_of_the_prior(
     offset = means[0] - means[1]
     wanted = moved(conditions, means.mean(0), 4 * spread + offset[:, None] * offset / 4)
     for number in range(2):
-        assert torch.allclose(found[number], torch.cov(wanted[number::2].T, correction=0))
+        own, width = torch.cov(wanted[number::2].T, correction=0), conditions.shape[1]
+        assert torch.allclose(found[number], (50 * own + width * 4 * spread) / (50 + width))
     assert painter._public_spread(embedding, None, limit)[1] is None  # without a teacher
     fewer = painter_for(few_digits, adaptation=replace(ADAPTATION, pool=99))
     plain, nothing = fewer._public_spread(embedding, Decided(), limit)  # type: ignore[arg-type]
